@@ -1,0 +1,73 @@
+# The vocabulary of the project: make demo | test | lint | format | bench | wheel | clean.
+# Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
+# starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
+# PYTEST_ARGS, BENCH_ARGS, and those of the build (setup.py).
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch>=2.10
+NPROC ?= 4
+
+BIN := $(VENV)/bin
+# Named after what they depend on besides files, so that a change of it is seen.
+TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell echo '$(TORCH)' | cksum))
+PACKAGE_STAMP := $(VENV)/.package-$(firstword \
+  $(shell echo '$(SYNCBN_CUDA) $(CUDA_HOME) $(TORCH_CUDA_ARCH_LIST)' | cksum))
+DEV_STAMP := $(VENV)/.dev
+
+# The package's .py files are missing here as an editable install reads them in place.
+BUILD_SOURCES := pyproject.toml setup.py build_support.py syncbn_cuda/__init__.py \
+  $(shell find csrc -type f)
+CXX_SOURCES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+
+.PHONY: demo test lint format bench wheel clean
+.DELETE_ON_ERROR:
+
+demo: $(PACKAGE_STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m torch.distributed.run --standalone \
+	  --nproc-per-node $(NPROC) examples/digits_segmentation.py $(DEMO_ARGS)
+
+test: $(PACKAGE_STAMP)
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/mypy syncbn_cuda
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+bench: $(PACKAGE_STAMP)
+	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+wheel: $(TORCH_STAMP)
+	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+# Keeps the environment, which is gigabytes; rm -r $(VENV) removes it.
+clean:
+	rm -rf build dist *.egg-info syncbn_cuda/*.so syncbn_cuda/_build_config.py $(VENV)/.package-* \
+	  .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed, " \
+	  "found " + sys.version.split()[0] + ": make PYTHON=... " )'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # or a half-made one would be used
+
+$(TORCH_STAMP): | $(BIN)/python
+	rm -f $(VENV)/.torch-*
+	$(BIN)/pip install $(foreach spec,$(TORCH),'$(spec)') 'setuptools>=77' wheel ninja
+	touch $@
+
+$(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_SOURCES)
+	rm -f $(VENV)/.package-*
+	$(BIN)/pip install --no-build-isolation --editable '.[test,demo]'
+	touch $@
+
+$(DEV_STAMP): $(PACKAGE_STAMP) pyproject.toml
+	$(BIN)/pip install --no-build-isolation --editable '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks of syncbn_cuda: one file a question, one shared harness."""

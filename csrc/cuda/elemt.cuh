@@ -1,0 +1,83 @@
+// Normalise: y = (x - mean) * invstd * weight + bias from the reduced message, and the running
+// buffers in the same launch. One pass over x, one over y.
+//
+// Layouts: [N, C, S] and [M, C]; plan.h shows which thread visits which packs, here in the reverse
+// order of stats.cuh. Each block first derives the coefficients of its own channels from the
+// message. The buffers have one owner: block 0, present where they are, alone reads and writes
+// them for all C, so no block reads the counter that another advances.
+//
+// Ioffe & Szegedy 2015, algorithm 1.
+#pragma once
+
+#include "../statistics.h"
+#include "walk.cuh"
+
+namespace syncbn {
+
+// One block. Global count 0: nothing happens.
+__device__ __forceinline__ void update_running(const Running& running,
+                                               const double* stats /* [2C + 1] */, int64_t C) {
+  if (!(stats[2 * C] > 0)) {
+    return;
+  }
+  const double factor = running.factor();
+  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+    running.update(stats, C, c, factor);
+  }
+  __syncthreads();  // all have read the counter
+  if (threadIdx.x == 0 && running.num_batches_tracked != nullptr) {
+    *running.num_batches_tracked += 1;
+  }
+}
+
+template <typename scalar_t, bool kChannelsLast, int kVec>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChannelsLast ? kVec : 1>)
+    elemt_kernel(const scalar_t* __restrict__ input,  // [N, C, S] or [M, C]
+                 scalar_t* __restrict__ output,       // as input
+                 const double* __restrict__ stats,    // [2C + 1]
+                 ChannelVector weight, ChannelVector bias, double eps, Running running,
+                 WalkPlan plan, bool streaming) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kUnroll = 4, kAcc = kChannelsLast ? kVec : 1;
+  SYNCBN_SHARED(Affine<acc_t>, shared, kChannelsLast ? kMaxTile : 1);
+
+  if (running.present() && blockIdx.x == 0) {
+    update_running(running, stats, plan.C);
+    return;
+  }
+  Walk<kChannelsLast, kVec, Order::kReverse> walk(plan, blockIdx.x - running.present());
+  const int tile = plan.lanes * kAcc;
+  for (int t = threadIdx.x; t < tile; t += blockDim.x) {
+    const int64_t c = static_cast<int64_t>(walk.tile()) * tile + t;
+    if (c < plan.C) {
+      shared[t] = affine<acc_t>(stats, plan.C, c, eps, weight, bias);
+    }
+  }
+  __syncthreads();
+  Affine<acc_t> normalise[kAcc];
+#pragma unroll
+  for (int a = 0; a < kAcc; ++a) {
+    normalise[a] = shared[threadIdx.x % plan.lanes * kAcc + a];
+  }
+
+  while (walk.more()) {
+    Span<kChannelsLast, kVec> at[kUnroll];
+    Pack<scalar_t, kVec> x[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      at[u] = walk.next();
+      x[u].load(input, at[u], plan.numel);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const acc_t y = normalise[kChannelsLast ? e : 0](static_cast<acc_t>(x[u].values[e]));
+        x[u].values[e] = static_cast<scalar_t>(y);
+      }
+      x[u].store(output, at[u], streaming);
+    }
+  }
+}
+
+}  // namespace syncbn

@@ -1,0 +1,90 @@
+// The way of one thread through its packs (plan.h has the map). Forward for the kernels that
+// reduce; the kernels that write walk the same packs in the reverse order, blocks included, so that
+// they first meet what the pass before has left in the L2.
+//
+// No division per pack: the step from one pack to the next is a fixed number of rows and packs,
+// with a carry at the end of a row.
+#pragma once
+
+#include "pack.cuh"
+#include "plan.h"
+
+namespace syncbn {
+
+enum class Order { kForward, kReverse };
+
+template <bool kChannelsLast, int kVec, Order kOrder>
+class Walk {
+ public:
+  // `block`: of tiles * splits.
+  __device__ __forceinline__ Walk(const WalkPlan& plan, unsigned block) : plan_(plan) {
+    if constexpr (kReverse) {
+      block = static_cast<unsigned>(plan.tiles) * plan.splits - 1 - block;
+    }
+    split_ = static_cast<int>(block / static_cast<unsigned>(plan.tiles));
+    tile_ = static_cast<int>(block % static_cast<unsigned>(plan.tiles));
+    const unsigned lanes = plan.lanes, abreast = blockDim.x / lanes;
+    channel_ = (static_cast<int64_t>(tile_) * plan.lanes + threadIdx.x % lanes) *
+               (kChannelsLast ? kVec : 1);
+    const int first = static_cast<int>(split_ * abreast + threadIdx.x / lanes);
+    left_ = channel_ < plan.C ? plan.each + (first < plan.extra) : 0;
+    const int row = kChannelsLast ? first : first / plan.packs;
+    pack_ = kChannelsLast ? 0 : first % plan.packs;
+    start_ = channel_ * plan.S + (kReverse ? plan.rows - 1 - row : row) * plan.row_stride;
+  }
+
+  __device__ __forceinline__ int split() const { return split_; }
+  __device__ __forceinline__ int tile() const { return tile_; }
+  __device__ __forceinline__ int64_t channel() const { return channel_; }  // the thread's first
+  __device__ __forceinline__ bool more() const { return left_ > 0; }
+
+  // Where a value (channels-last: pack) of the thread's own is, at or next to where it stands.
+  __device__ __forceinline__ int64_t here() const {
+    if constexpr (kChannelsLast) {
+      return start_;
+    } else {
+      const int64_t value = static_cast<int64_t>(pack()) * kVec - head();
+      return start_ + (value < 0 ? 0 : value < plan_.S ? value : plan_.S - 1);
+    }
+  }
+
+  // Where the thread stands; then it moves on. An empty span once nothing is left.
+  __device__ __forceinline__ Span<kChannelsLast, kVec> next() {
+    Span<kChannelsLast, kVec> at;
+    int64_t step = plan_.step_rows;
+    if constexpr (kChannelsLast) {
+      at = {start_, 0, left_ > 0 ? kVec : 0};
+    } else {
+      const int pack = this->pack();
+      const int rest = head() + static_cast<int>(plan_.S % kVec);
+      const int full = static_cast<int>(plan_.S / kVec) + rest / kVec;  // packs up to the last
+      const int end = pack < full ? kVec : pack == full ? rest % kVec : 0;
+      at = {start_ + static_cast<int64_t>(pack) * kVec - head(), pack == 0 ? head() : 0,
+            left_ > 0 ? end : 0};
+      pack_ += plan_.step_packs;
+      if (pack_ >= plan_.packs) {
+        pack_ -= plan_.packs;
+        step += plan_.row_stride;
+      }
+    }
+    start_ += kReverse ? -step : step;
+    --left_;
+    return at;
+  }
+
+ private:
+  static constexpr bool kReverse = kOrder == Order::kReverse;
+
+  // Values between the begin of the row and the 16-byte boundary below it.
+  __device__ __forceinline__ int head() const {
+    return (static_cast<int>(start_) + plan_.shift) & (kVec - 1);
+  }
+  __device__ __forceinline__ int pack() const { return kReverse ? plan_.packs - 1 - pack_ : pack_; }
+
+  const WalkPlan& plan_;
+  int split_, tile_;
+  int left_, pack_;          // packs left to visit; where the thread stands in the row
+  int64_t channel_, start_;  // where the row begins in the tensor
+};
+
+}  // namespace syncbn

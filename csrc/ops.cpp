@@ -1,0 +1,21 @@
+// The schemas of all operators; the kernels register themselves per device (cpu/, cuda/). What each
+// step reads and writes: batch_norm.h. The functions that call them: syncbn_cuda/functional.py.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(syncbn_cuda, m) {
+  m.def("batch_norm_stats(Tensor input) -> Tensor");
+  m.def(
+      "batch_norm_elemt(Tensor input, Tensor stats, Tensor? weight, Tensor? bias, float eps)"
+      " -> Tensor");
+  // Of its own: Inductor fails on an operator whose mutable arguments are all None.
+  m.def(
+      "batch_norm_elemt_running(Tensor input, Tensor stats, Tensor? weight, Tensor? bias,"
+      " float eps, Tensor(a!) running_mean, Tensor(b!) running_var,"
+      " Tensor(c!)? num_batches_tracked, float? momentum) -> Tensor");
+  m.def(
+      "batch_norm_backward_reduce(Tensor grad_out, Tensor input, Tensor stats, float eps,"
+      " ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "batch_norm_backward_elemt(Tensor grad_out, Tensor input, Tensor stats, Tensor sums,"
+      " Tensor? weight, float eps) -> Tensor");
+}

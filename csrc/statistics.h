@@ -1,0 +1,217 @@
+// From the reduced message to the statistics of a channel: mean, variance, invstd, running stats.
+//
+// One source for CPU, CUDA and the tests' emulator: every rank of a mixed group must derive the
+// same bits from the same message. Hence one rounding per operation everywhere (mul_rn, add_rn on
+// the device; the host files are compiled with -ffp-contract=off), true divisions, and a correctly
+// rounded square root rather than rsqrt.
+//
+// The message is float64 [2C + 1]: the sums of all channels, then their sums of squares, then the
+// count of values a channel, each summed over the ranks (Ioffe & Szegedy 2015, over the global
+// batch). The variance is E[x^2] - E[x]^2, which loses about 2^-52 mean^2 in float64.
+#pragma once
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#ifdef __CUDACC__
+#define SYNCBN_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define SYNCBN_HOST_DEVICE inline
+#endif
+
+namespace syncbn {
+
+using torch::headeronly::ScalarType;
+
+// Statistics and gradients of float64 input are float64, of everything narrower float32.
+template <typename scalar_t>
+using acc_type = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+
+SYNCBN_HOST_DEVICE double mul_rn(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+SYNCBN_HOST_DEVICE double add_rn(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+SYNCBN_HOST_DEVICE float inverse_sqrt(float v) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(1.0f, __fsqrt_rn(v));
+#else
+  return 1.0f / std::sqrt(v);
+#endif
+}
+
+SYNCBN_HOST_DEVICE double inverse_sqrt(double v) {
+#ifdef __CUDA_ARCH__
+  return __ddiv_rn(1.0, __dsqrt_rn(v));
+#else
+  return 1.0 / std::sqrt(v);
+#endif
+}
+
+// A vector of C parameters, buffers or gradients whose type is known at run time only; absent
+// where data is null.
+struct ChannelVector {
+  void* data = nullptr;  // [C]
+  ScalarType dtype = ScalarType::Float;
+
+  SYNCBN_HOST_DEVICE double load(int64_t c, double absent) const {
+    if (data == nullptr) {
+      return absent;
+    }
+    switch (dtype) {
+      case ScalarType::Double:
+        return static_cast<const double*>(data)[c];
+      case ScalarType::Half:
+        return static_cast<float>(static_cast<const c10::Half*>(data)[c]);
+      case ScalarType::BFloat16:
+        return static_cast<float>(static_cast<const c10::BFloat16*>(data)[c]);
+      default:
+        return static_cast<const float*>(data)[c];
+    }
+  }
+
+  SYNCBN_HOST_DEVICE void store(int64_t c, double value) const {
+    if (data == nullptr) {
+      return;
+    }
+    switch (dtype) {
+      case ScalarType::Double:
+        static_cast<double*>(data)[c] = value;
+        break;
+      case ScalarType::Half:
+        static_cast<c10::Half*>(data)[c] = static_cast<float>(value);
+        break;
+      case ScalarType::BFloat16:
+        static_cast<c10::BFloat16*>(data)[c] = static_cast<float>(value);
+        break;
+      default:
+        static_cast<float*>(data)[c] = static_cast<float>(value);
+    }
+  }
+};
+
+// The count, the sum and the sum of squares of some values about a pivot, seen from another pivot
+// that lies `delta` below. About the data's own first value a large mean cancels nothing; delta =
+// pivot gives the raw sums.
+struct Sums {
+  double first = 0;   // sum of x - pivot; in backward, of dy
+  double second = 0;  // sum of (x - pivot)^2; in backward, of dy * (x - mean)
+};
+
+SYNCBN_HOST_DEVICE Sums rebase(double count, double sum, double sumsq, double delta) {
+  const double shift = mul_rn(count, delta);
+  return {add_rn(sum, shift), add_rn(sumsq, mul_rn(delta, add_rn(add_rn(sum, sum), shift)))};
+}
+
+struct Moments {
+  double mean;
+  double var;  // biased
+  double count;
+};
+
+SYNCBN_HOST_DEVICE Moments moments(const double* stats /* [2C + 1] */, int64_t C, int64_t c) {
+  const double count = stats[2 * C];
+  const double divisor = count > 0 ? count : 1;  // no value in the whole group: all sums are 0
+  const double mean = stats[c] / divisor;
+  const double var = add_rn(stats[C + c] / divisor, -mul_rn(mean, mean));
+  // Rounding can leave a variance of 0 slightly negative. NaN is no less than 0 and stays.
+  return {mean, var < 0 ? 0 : var, count};
+}
+
+// What the kernels normalise with. For input narrower than float64 the mean is a pair of float32:
+// a single one would be off by 2^-24 mean, which counts once mean / std is large.
+template <typename acc_t>
+struct ChannelStats {
+  acc_t mean_high, mean_low, invstd;
+
+  SYNCBN_HOST_DEVICE acc_t centre(acc_t x) const { return (x - mean_high) - mean_low; }
+};
+
+template <typename acc_t>
+SYNCBN_HOST_DEVICE ChannelStats<acc_t> channel_stats(const double* stats /* [2C + 1] */, int64_t C,
+                                                     int64_t c, double eps) {
+  const Moments m = moments(stats, C, c);
+  const acc_t high = static_cast<acc_t>(m.mean);
+  const acc_t low = static_cast<acc_t>(add_rn(m.mean, -static_cast<double>(high)));
+  // An infinite mean would give low = Inf - Inf = NaN where BatchNorm's output is NaN as well.
+  return {high, low, inverse_sqrt(static_cast<acc_t>(add_rn(m.var, eps)))};
+}
+
+// y = centre(x) * scale + shift
+template <typename acc_t>
+struct Affine {
+  ChannelStats<acc_t> stats;
+  acc_t scale, shift;
+
+  SYNCBN_HOST_DEVICE acc_t operator()(acc_t x) const { return stats.centre(x) * scale + shift; }
+};
+
+template <typename acc_t>
+SYNCBN_HOST_DEVICE Affine<acc_t> affine(const double* stats, int64_t C, int64_t c, double eps,
+                                        const ChannelVector& weight, const ChannelVector& bias) {
+  const ChannelStats<acc_t> s = channel_stats<acc_t>(stats, C, c, eps);
+  return {s, s.invstd * static_cast<acc_t>(weight.load(c, 1)), static_cast<acc_t>(bias.load(c, 0))};
+}
+
+// dx = ((dy - mean_dy) - centre(x) * slope) * scale, with mean_dy = sum(dy) / count and
+// slope = sum(dy * (x - mean)) / count * invstd^2, summed over all ranks.
+template <typename acc_t>
+struct InputGrad {
+  ChannelStats<acc_t> stats;
+  acc_t mean_dy, slope, scale;
+
+  SYNCBN_HOST_DEVICE acc_t operator()(acc_t dy, acc_t x) const {
+    return ((dy - mean_dy) - stats.centre(x) * slope) * scale;
+  }
+};
+
+template <typename acc_t>
+SYNCBN_HOST_DEVICE InputGrad<acc_t> input_grad(const double* stats, const double* sums /* [2C] */,
+                                               int64_t C, int64_t c, double eps,
+                                               const ChannelVector& weight) {
+  const ChannelStats<acc_t> s = channel_stats<acc_t>(stats, C, c, eps);
+  const double count = stats[2 * C];
+  const double invstd = s.invstd;
+  return {s, static_cast<acc_t>(sums[c] / count),
+          static_cast<acc_t>(mul_rn(sums[C + c] / count, mul_rn(invstd, invstd))),
+          s.invstd * static_cast<acc_t>(weight.load(c, 1))};
+}
+
+// The running buffers of a layer and how they move.
+struct Running {
+  ChannelVector mean, var;
+  int64_t* num_batches_tracked = nullptr;  // [], may be absent
+  double momentum = 0;
+  bool cumulative = false;  // momentum=None: the plain average over all batches so far
+
+  SYNCBN_HOST_DEVICE bool present() const { return mean.data != nullptr; }
+
+  // The weight of the new batch. Read it once, before the counter is advanced.
+  SYNCBN_HOST_DEVICE double factor() const {
+    return cumulative ? 1.0 / static_cast<double>(*num_batches_tracked + 1) : momentum;
+  }
+
+  SYNCBN_HOST_DEVICE void update(const double* stats, int64_t C, int64_t c, double factor) const {
+    const Moments m = moments(stats, C, c);
+    const double unbiased = mul_rn(m.var, m.count / (m.count > 2 ? m.count - 1 : 1));
+    const double keep = add_rn(1, -factor);
+    mean.store(c, add_rn(mul_rn(keep, mean.load(c, 0)), mul_rn(factor, m.mean)));
+    var.store(c, add_rn(mul_rn(keep, var.load(c, 0)), mul_rn(factor, unbiased)));
+  }
+};
+
+}  // namespace syncbn

@@ -1,0 +1,17 @@
+"""Synchronised batch norm for PyTorch: exact, fast, on CUDA and CPU."""
+
+__version__ = "0.1.0"
+
+from syncbn_cuda import functional
+from syncbn_cuda._library import build_info, is_cuda_ext_available
+from syncbn_cuda.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn_cuda.module import FastSyncBatchNorm
+
+__all__ = [
+    "FastSyncBatchNorm",
+    "build_info",
+    "convert_sync_batchnorm",
+    "functional",
+    "is_cuda_ext_available",
+    "revert_sync_batchnorm",
+]

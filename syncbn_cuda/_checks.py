@@ -1,0 +1,139 @@
+"""What a layer expects of its input. Every error names the layer, what it expects and what came.
+
+All but :func:`check_global_count` run before any collective, from what every rank knows by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from syncbn_cuda._collective import serves
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _fail(owner: torch.nn.Module | None, message: str, error: type = ValueError) -> NoReturn:
+    caller = "sync_batch_norm"
+    if owner is not None:
+        caller = f"{type(owner).__name__}({owner.num_features})"
+    raise error(f"{caller}: {message}")
+
+
+def check(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    owner: torch.nn.Module | None,
+) -> None:
+    """Checks shapes, types and devices of one call, in training and in evaluation.
+
+    Raises:
+        ValueError: a shape or a device does not fit.
+        TypeError: a type is not supported.
+    """
+    shape = input.shape
+    if len(shape) < 2:
+        _fail(owner, f"expected at least 2D input (got {len(shape)}D input of shape {list(shape)})")
+    if input.dtype not in DTYPES:
+        _fail(
+            owner,
+            f"expected input of float32, float64, float16 or bfloat16, got {input.dtype}",
+            TypeError,
+        )
+    channels = shape[1] if owner is None else owner.num_features
+    if shape[1] != channels:
+        _fail(owner, f"expected input with {channels} channels in dim 1, got {list(shape)}")
+    if channels == 0:
+        _fail(owner, f"expected a non-zero number of channels in dim 1, got {list(shape)}")
+    if (running_mean is None) != (running_var is None):
+        _fail(owner, "expected running_mean and running_var both or neither, got one of them")
+    for vector, label in (
+        (weight, "weight"),
+        (bias, "bias"),
+        (running_mean, "running_mean"),
+        (running_var, "running_var"),
+    ):
+        if vector is None:
+            continue
+        if vector.shape != (channels,):
+            _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
+        if vector.dtype != torch.float32 and vector.dtype != input.dtype:
+            _fail(
+                owner,
+                f"expected {label} of float32 or of the input's {input.dtype}, got {vector.dtype}",
+                TypeError,
+            )
+        if vector.device != input.device:
+            _fail(
+                owner,
+                f"expected {label} on the input's device {input.device}, got {vector.device}: "
+                f"move the model with .to({str(input.device)!r}), or the input",
+            )
+
+
+def lacks_float64(device: torch.device) -> bool:
+    """Whether the message, which is float64, cannot exist on a device."""
+    return device.type == "mps"
+
+
+def check_training(
+    input: Tensor,
+    running_mean: Tensor | None,
+    momentum: float | None,
+    num_batches_tracked: Tensor | None,
+    group: Any | None,
+    owner: torch.nn.Module | None,
+) -> None:
+    """Checks what only training needs.
+
+    Raises:
+        ValueError: this process acts alone on a single value a channel; ``momentum=None`` comes
+            without a counter; or the group has no backend for the input's device.
+    """
+    if running_mean is not None and momentum is None and num_batches_tracked is None:
+        _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
+    if group is None:
+        if input.numel() == input.shape[1]:
+            _fail_single_value(input, owner)
+    elif lacks_float64(input.device):
+        _fail(owner, f"expected input on a device with float64 to synchronise, got {input.device}")
+    elif input.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not serves(group, input.device):
+            _fail(
+                owner,
+                f"expected input on a device that the process group serves, got {input.device} "
+                f"with backend {group.name()!r}: move the model and its input to that backend's "
+                "device (model.cuda()), or make the group with backend 'cpu:gloo,cuda:nccl'",
+            )
+
+
+def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:
+    """Checks the reduced count, on a rank that has at most one value a channel.
+
+    Where the count is 1 every rank is such a rank, so all of them raise, before buffers change.
+    Only here does the host read the message; compiled or captured it does not.
+
+    Raises:
+        ValueError: the whole group has a single value a channel.
+    """
+    if input.numel() > input.shape[1] or torch.compiler.is_compiling():
+        return
+    if type(stats) is not Tensor or stats.device.type == "meta":
+        return  # traced: no value to read
+    if stats.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if stats[-1].item() == 1:
+        _fail_single_value(input, owner, " in the whole process group")
+
+
+def _fail_single_value(input: Tensor, owner: torch.nn.Module | None, where: str = "") -> NoReturn:
+    _fail(
+        owner,
+        f"expected more than 1 value per channel when training{where}, got input size "
+        f"{list(input.shape)}",
+    )

@@ -1,0 +1,214 @@
+"""Loads the compiled libraries, tells torch's tracers of their operators, picks who computes.
+
+``kernels_for(device)`` answers with the five steps of a synchronised batch norm for a device: the
+compiled operators where they are loaded, else the torch operations of :mod:`syncbn_cuda._composite`
+under the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn_cuda import _composite
+
+try:
+    from syncbn_cuda._build_config import CONFIG  # type: ignore[import-not-found]
+except ImportError:
+    CONFIG: dict[str, Any] = {}  # type: ignore[no-redef]
+
+#: The namespace of the operators. The fakes are registered for a namespace by its name, so that a
+#: test library that offers the same operators elsewhere can be put in its place.
+NAMESPACE = "syncbn_cuda"
+
+STEPS = (
+    "batch_norm_stats",
+    "batch_norm_elemt",
+    "batch_norm_elemt_running",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_elemt",
+)
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+class Kernels:
+    """The five steps under the names of :data:`STEPS`, as operator overloads (quick to call)."""
+
+    def __init__(self, namespace: str) -> None:
+        for step in STEPS:
+            setattr(self, step, getattr(getattr(torch.ops, namespace), step).default)
+
+
+def _load(name: str) -> str | None:
+    """Loads one library; returns why it could not be, or None."""
+    path = _PACKAGE / f"{name}.abi3.so"
+    if not path.exists():
+        reason = CONFIG.get(f"{name[1:]}_reason") or f"{path.name} is not in {_PACKAGE}"
+        if not CONFIG and (_PACKAGE.parent / "setup.py").exists():
+            reason += (
+                ": this is the source folder, which holds no build. Leave it, or install it with "
+                "`pip install --no-build-isolation -e .`"
+            )
+        return reason
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path.name} does not load: {error}"
+    return None
+
+
+def _load_cuda() -> str | None:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return _load("_cuda")
+
+
+def _driver_too_old() -> str | None:
+    """Compares the driver with the runtime linked into the CUDA library (they may differ by minor).
+
+    Called at the first CUDA tensor, never at import: asking the driver may initialise it, which
+    breaks children forked later.
+    """
+    built = CONFIG.get("nvcc_version")
+    if built is None:
+        return None
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    if version.value // 1000 >= int(built.split(".")[0]):
+        return None
+    return (
+        f"the kernels are built with CUDA {built}, the driver serves CUDA "
+        f"{version.value // 1000}.{version.value % 1000 // 10}: update the driver, or build with a "
+        "toolkit that it serves"
+    )
+
+
+class _Availability:
+    """What is loaded, and why not; whether the driver serves it is found out at the first need."""
+
+    def __init__(self) -> None:
+        self.cpu_missing = _load("_cpu")
+        self.cuda_missing = self.cpu_missing or _load_cuda()
+        self.compiled = None if self.cpu_missing else Kernels(NAMESPACE)
+        self.driver_checked = False
+
+    def cuda(self) -> str | None:
+        if not self.driver_checked:
+            self.driver_checked = True
+            self.cuda_missing = self.cuda_missing or _driver_too_old()
+            if self.cuda_missing:
+                _report(
+                    f"syncbn_cuda's CUDA kernels are not in use: {self.cuda_missing}. Slower torch "
+                    "operations compute the same; see syncbn_cuda.build_info()."
+                )
+        return self.cuda_missing
+
+
+def _report(message: str) -> None:
+    """Warns, or raises where SYNCBN_REQUIRE_EXTENSION=1 forbids to run without the kernels."""
+    if os.environ.get("SYNCBN_REQUIRE_EXTENSION", "0") not in ("", "0"):
+        raise ImportError(message)
+    warnings.warn(message, stacklevel=3)
+
+
+def kernels_for(device: torch.device) -> Any:
+    """The steps for tensors on a device: compiled operators or :mod:`syncbn_cuda._composite`."""
+    if _available.compiled is None:
+        return _composite
+    kind = device.type
+    if kind in ("cpu", "meta") or (kind == "cuda" and _available.cuda() is None):
+        return _available.compiled
+    return _composite
+
+
+def build_info() -> dict[str, Any]:
+    """Returns what was built, what is loaded, and the reason where something is not.
+
+    Returns:
+        A dict: ``version`` and ``torch`` of this run, ``build`` (what the build decided and why;
+        empty where nothing was built), and for ``cpu`` and ``cuda`` a dict of ``loaded`` (bool)
+        and ``reason`` (str, or None where it is loaded).
+
+    Example::
+
+        >>> info = syncbn_cuda.build_info()
+        >>> info["cpu"]["loaded"]
+        True
+    """
+    from syncbn_cuda import __version__
+
+    def state(missing: str | None) -> dict[str, Any]:
+        return {"loaded": missing is None, "reason": missing}
+
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "build": dict(CONFIG),
+        "cpu": state(_available.cpu_missing),
+        "cuda": state(_available.cuda_missing),
+    }
+
+
+def is_cuda_ext_available() -> bool:
+    """Returns whether the compiled CUDA kernels are loaded (see :func:`build_info` for why not)."""
+    return _available.cuda_missing is None
+
+
+def register_fakes(namespace: str) -> None:
+    """Registers the fake (meta) kernels of all steps: shapes, types and strides without data."""
+
+    def fake(step: str) -> Any:
+        return torch.library.register_fake(f"{namespace}::{step}")
+
+    @fake("batch_norm_stats")
+    def stats(input: Tensor) -> Tensor:
+        return input.new_empty(2 * input.shape[1] + 1, dtype=torch.float64)
+
+    @fake("batch_norm_elemt")
+    def elemt(input: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(input)
+
+    @fake("batch_norm_elemt_running")
+    def elemt_running(input: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(input)
+
+    @fake("batch_norm_backward_reduce")
+    def backward_reduce(
+        grad_out: Tensor,
+        input: Tensor,
+        stats: Tensor,
+        eps: float,
+        weight_dtype: torch.dtype | None,
+        bias_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels = input.shape[1]
+
+        def gradient(dtype: torch.dtype | None) -> Tensor:
+            return input.new_empty(0 if dtype is None else channels, dtype=dtype or torch.float32)
+
+        sums = input.new_empty(2 * channels, dtype=torch.float64)
+        return sums, gradient(weight_dtype), gradient(bias_dtype)
+
+    @fake("batch_norm_backward_elemt")
+    def backward_elemt(grad_out: Tensor, input: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(input)
+
+
+_available = _Availability()
+if _available.cpu_missing is None:
+    register_fakes(NAMESPACE)
+else:
+    _report(
+        f"syncbn_cuda runs on slower torch operations, without its kernels: "
+        f"{_available.cpu_missing}"
+    )

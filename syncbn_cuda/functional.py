@@ -1,0 +1,298 @@
+"""The synchronised batch norm as a function: checks, kernels, and the collective between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn_cuda import _checks, _composite
+from syncbn_cuda._collective import AllReduce, all_reduce, resolve_group
+from syncbn_cuda._library import kernels_for
+
+
+def sync_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    num_batches_tracked: Tensor | None = None,
+    process_group: Any | None = None,
+) -> Tensor:
+    r"""Batch normalisation over the batches of all ranks of a process group.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \gamma + \beta
+
+    In training, mean and (biased) variance are those of a channel over the batches of all ranks
+    together, and so are their derivatives in backward. In evaluation they are the running buffers,
+    and no rank talks to another. The positional arguments are those of
+    :func:`torch.nn.functional.batch_norm`.
+
+    Args:
+        input: ``(N, C, *)``, float32, float64, float16 or bfloat16; contiguous, channels-last, or
+            anything else (made contiguous once). N may differ between ranks and may be 0.
+        running_mean: ``(C,)``, moved in place in training:
+            ``(1 - momentum) * running_mean + momentum * mean``. Or None.
+        running_var: ``(C,)``, the same for the unbiased variance (over ``count - 1``). Or None.
+        weight: :math:`\gamma`, ``(C,)``, float32 or the input's type. None stands for 1.
+        bias: :math:`\beta`, ``(C,)``, float32 or the input's type. None stands for 0.
+        training: normalise with the statistics of this batch, and move the buffers.
+        momentum: the weight of this batch in the buffers; None for the plain average over all
+            batches, which needs ``num_batches_tracked``.
+        eps: added to the variance.
+        num_batches_tracked: int64, one value, advanced in training where the group saw any value.
+        process_group: the ranks to normalise over; None for the world, or for this process alone
+            where ``torch.distributed`` is not initialised.
+
+    Returns:
+        A tensor of the input's shape, type and memory format.
+
+    Raises:
+        ValueError: a shape does not fit, a device differs or is not served by the group's backend,
+            or the whole group has a single value a channel. Raised before any collective, except
+            for the last where only the collective can tell; then every rank raises.
+        TypeError: a type is not supported.
+
+    Note:
+        Sums are accumulated in float32 shifted by the data (float64 for float64 input) and leave a
+        rank as float64. One ``all_reduce`` of ``2C + 1`` doubles in forward and one of ``2C`` in
+        backward; nothing is read back by the host, unless a rank holds at most one value a channel.
+        Two runs give the same bits, and the buffers are the same bits on every rank.
+        The gradients of weight and bias are this rank's own, as ``DistributedDataParallel`` wants.
+
+    Example::
+
+        >>> x = torch.randn(4, 3, 8, 8)
+        >>> mean, var = torch.zeros(3), torch.ones(3)
+        >>> y = sync_batch_norm(x, mean, var, training=True)
+        >>> torch.allclose(y.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5)
+        True
+
+    Reference:
+        Ioffe & Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
+    """
+    return batch_norm(
+        input,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        training,
+        momentum,
+        eps,
+        num_batches_tracked,
+        resolve_group(process_group) if training else None,
+        None,
+    )
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    num_batches_tracked: Tensor | None,
+    group: Any | None,
+    owner: torch.nn.Module | None,
+) -> Tensor:
+    """As :func:`sync_batch_norm` with the group resolved (None: alone); errors name the owner."""
+    _checks.check(input, running_mean, running_var, weight, bias, owner)
+    if not training:
+        return _evaluate(input, running_mean, running_var, weight, bias, eps)
+    _checks.check_training(input, running_mean, momentum, num_batches_tracked, group, owner)
+    if _checks.lacks_float64(input.device):
+        return _train_alone(
+            input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
+        )
+    try:
+        return _SyncBatchNorm.apply(
+            _dense(input),
+            weight if weight is None else weight.contiguous(),
+            bias if bias is None else bias.contiguous(),
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+            eps,
+            group,
+            owner,
+        )
+    except RuntimeError:
+        _allocate_again(input)
+        raise
+
+
+def _allocate_again(input: Tensor) -> None:
+    """Repeats the allocation of an output, so that torch raises its own OutOfMemoryError.
+
+    Inside a compiled operator that error arrives as a bare RuntimeError, as all errors do.
+    """
+    torch.empty_like(input)
+
+
+def _train_alone(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    num_batches_tracked: Tensor | None,
+) -> Tensor:
+    """Serves one process on a device without float64, and so without the message, by torch."""
+    if input.numel() == 0:
+        running_mean = running_var = None
+    elif running_mean is not None and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / num_batches_tracked.item()
+    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps)
+
+
+def _evaluate(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    if running_mean is None or running_var is None:
+        raise ValueError("sync_batch_norm: expected running buffers in evaluation, got None")
+    vectors = (running_mean, running_var, weight, bias)
+    kinds = {v.dtype for v in vectors if v is not None}
+    # torch's kernels take vectors of the input's type, or all of float32 beside a narrower input.
+    if kinds != {input.dtype} and (kinds != {torch.float32} or input.dtype == torch.float64):
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        vectors = tuple(v if v is None else v.to(wide) for v in vectors)  # type: ignore[assignment]
+    return F.batch_norm(input, *vectors, False, 0.0, eps)  # type: ignore[arg-type]
+
+
+def _dense(input: Tensor) -> Tensor:
+    """Returns the input in a layout that the kernels walk, copied only where it has none."""
+    if input.is_contiguous() or input.movedim(1, -1).is_contiguous():
+        return input
+    # Of a slice, the copy keeps the order of the dimensions: channels-last stays channels-last.
+    if input.stride(1) == min(input.stride()):
+        return input.movedim(1, -1).contiguous().movedim(-1, 1)
+    return input.contiguous()
+
+
+def _mark_changed(*buffers: Tensor | None) -> None:
+    """Tells autograd that a kernel wrote buffers: an operator's own schema does not do so."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(
+            [b for b in buffers if b is not None and not b.is_inference()]
+        )
+
+
+def _like_input(grad_out: Tensor, input: Tensor) -> Tensor:
+    """Returns a gradient in the memory layout of the input, copied only where it has another."""
+    if grad_out.stride() == input.stride():
+        return grad_out
+    return torch.empty_like(input).copy_(grad_out)
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """Statistics, their sum over ranks, normalise; in backward sums, their sum over ranks, apply.
+
+    Backward keeps the input, the weight and the reduced message, from which every kernel derives
+    the statistics. The running buffers are not kept: others may write them between two forwards.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+        group: Any | None,
+        owner: torch.nn.Module | None,
+    ) -> Tensor:
+        kernels = kernels_for(input.device)
+        stats = kernels.batch_norm_stats(input)
+        if group is not None:
+            all_reduce(stats, group)
+            _checks.check_global_count(input, stats, owner)
+        ctx.save_for_backward(input, weight, stats)
+        ctx.eps = eps
+        ctx.group = group
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if running_mean is None or running_var is None:
+            return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
+        output = kernels.batch_norm_elemt_running(
+            input,
+            stats,
+            weight,
+            bias,
+            eps,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+        )
+        _mark_changed(running_mean, running_var, num_batches_tracked)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        try:
+            return (*_gradients(ctx, grads[0]), *(None,) * 7)
+        except RuntimeError:
+            _allocate_again(grads[0])
+            raise
+
+
+def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of input, weight and bias."""
+    input, weight, stats = ctx.saved_tensors
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    kernels = kernels_for(input.device)
+    # create_graph=True: the same steps in operations that autograd sees through, from
+    # statistics that depend on the input (and so on every rank's).
+    differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if differentiable:
+        kernels = _composite
+        stats = kernels.batch_norm_stats(input)
+        if ctx.group is not None:
+            stats = AllReduce.apply(stats, ctx.group)
+    else:
+        grad_out = _like_input(grad_out, input)
+    sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(
+        grad_out,
+        input,
+        stats,
+        ctx.eps,
+        weight.dtype if needs_weight else None,
+        ctx.bias_dtype if needs_bias else None,
+    )
+    # Whatever needs a gradient here: a peer may need more, and it waits for this rank.
+    if ctx.group is not None:
+        if differentiable:
+            sums = AllReduce.apply(sums, ctx.group)
+        else:
+            all_reduce(sums, ctx.group)
+    grad_input = None
+    if needs_input:
+        grad_input = kernels.batch_norm_backward_elemt(
+            grad_out, input, stats, sums, weight, ctx.eps
+        )
+    return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None

@@ -1,0 +1,122 @@
+"""The layer: a replacement for ``torch.nn.SyncBatchNorm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn_cuda import functional
+from syncbn_cuda._collective import resolve_group
+
+
+class FastSyncBatchNorm(_BatchNorm):
+    r"""Batch normalisation over the batches of all ranks, for any number of dimensions.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \gamma + \beta
+
+    Mean and variance are those of a channel over the batches of all ranks of the process group
+    together, as :class:`torch.nn.BatchNorm2d` in one process would see them. Arguments, state and
+    the rules of training and evaluation are those of :class:`torch.nn.SyncBatchNorm`. It runs on
+    CUDA and on the CPU, and alone where ``torch.distributed`` is not initialised.
+
+    Args:
+        num_features: C, the number of channels of an input of shape ``(N, C, *)``.
+        eps: added to the variance.
+        momentum: the weight of a batch in the running buffers; None for the plain average over all
+            batches so far.
+        affine: whether the layer has a weight and a bias.
+        track_running_stats: whether it keeps running mean and variance and evaluates with them.
+            Without them it evaluates with the statistics of the local batch.
+        process_group: the ranks to normalise over; None for the world, looked up at each forward.
+        device: where parameters and buffers are made.
+        dtype: their type.
+        bias: whether an affine layer has a bias.
+
+    Shape:
+        - Input: ``(N, C, *)``, contiguous or channels-last; N may differ between ranks and be 0.
+        - Output: the same shape, type and memory format.
+
+    Raises:
+        ValueError: see :func:`syncbn_cuda.functional.sync_batch_norm`.
+        TypeError: likewise.
+
+    Note:
+        Training makes one ``all_reduce`` in forward and one in backward, on every rank whose
+        output leads to a loss; evaluation makes none, so one rank may evaluate alone. The
+        accumulation types and what is deterministic: see
+        :func:`syncbn_cuda.functional.sync_batch_norm`.
+
+    Example::
+
+        >>> layer = FastSyncBatchNorm(16)
+        >>> layer(torch.randn(2, 16, 8, 8)).shape
+        torch.Size([2, 16, 8, 8])
+
+    Reference:
+        Ioffe & Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
+    """
+
+    process_group: Any | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any | None = None,
+        device: Any | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if not bias:  # not every torch that this runs on takes the argument
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+
+    def reset_parameters(self) -> None:
+        """Sets the buffers to those of an untrained layer, weight to 1 and bias to 0."""
+        self.reset_running_stats()
+        for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises a batch; in training together with the other ranks of the group."""
+        if isinstance(input, torch.fx.Proxy):  # traced as a leaf, as torch's own layer is
+            tracer = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        keeps_buffers = self.training and not self.track_running_stats
+        running_mean = None if keeps_buffers else self.running_mean
+        running_var = None if keeps_buffers else self.running_var
+        return functional.batch_norm(
+            input,
+            running_mean,
+            running_var,
+            self.weight,
+            self.bias,
+            self.training or (running_mean is None and running_var is None),
+            self.momentum,
+            self.eps,
+            self.num_batches_tracked if self.training else None,
+            resolve_group(self.process_group) if self.training else None,
+            self,
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: Any | None = None
+    ) -> nn.Module:
+        """Converts a model as :func:`syncbn_cuda.convert_sync_batchnorm` does."""
+        from syncbn_cuda.convert import convert_sync_batchnorm
+
+        return convert_sync_batchnorm(module, process_group)

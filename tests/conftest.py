@@ -1,0 +1,35 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import numpy  # noqa: F401  the tests fail, not skip, without it
+import pybind11  # noqa: F401  likewise: it binds the kernel emulator
+import pytest
+import torch
+
+import syncbn_cuda
+
+
+def pytest_report_header() -> str:
+    info = syncbn_cuda.build_info()
+    return (
+        f"syncbn_cuda {info['version']} from {syncbn_cuda.__file__}, torch {info['torch']}; "
+        f"cpu: {info['cpu']}; cuda: {info['cuda']}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def uninitialized_is_nan():
+    """Fills every uninitialised tensor with NaN, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,355 @@
+// The scheduler: blocks, barriers, shuffles and stores that are held back.
+#include "platform.h"
+
+#include <map>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "fiber.h"
+
+#if defined(__x86_64__)
+asm(R"(
+  .text
+  .globl emulator_switch
+  .type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+  .size emulator_switch, .-emulator_switch
+  .section .note.GNU-stack,"",@progbits
+  .text
+)");
+#endif
+
+namespace emulator {
+
+Thread* current = nullptr;
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr size_t kSharedLimit = 48 * 1024;
+
+struct Block;
+struct Warp;
+
+struct Store {
+  void* target;
+  size_t size;
+  char value[16];
+};
+
+enum class State { kReady, kWaiting, kDone };
+
+struct FiberThread : Thread {
+  Fiber fiber;
+  State state = State::kDone;
+  uint64_t rank = 0;  // the ready thread of the highest rank is next
+  Block* home = nullptr;
+  Warp* warp = nullptr;
+  std::vector<Store> stores;  // not yet visible to others
+};
+
+// Threads that wait for each other at one place.
+struct Gathering {
+  std::vector<FiberThread*> waiting;
+  Place place;
+};
+
+struct Warp {
+  Gathering gathering;
+  unsigned mask = 0;
+  int turn = 0;  // values of one exchange are read while the next one's arrive
+  char values[2][kWarp][16];
+};
+
+struct Block {
+  std::vector<std::unique_ptr<FiberThread>> threads;
+  std::vector<Warp> warps;
+  Gathering barrier;
+  int size = 0, done = 0;
+  std::map<const void*, std::vector<std::max_align_t>> shared;
+  size_t shared_size = 0;
+};
+
+struct Machine {
+  Options options;
+  std::mt19937_64 random;
+  bool steady = false;              // threads keep their ranks
+  std::vector<FiberThread*> ready;  // a heap
+  std::vector<Store> stores;        // of threads that ended without a fence
+  std::vector<std::unique_ptr<Block>> pool;
+  const std::function<void()>* body = nullptr;
+  std::string error;
+};
+
+Machine machine;
+
+FiberThread& self() { return *static_cast<FiberThread*>(current); }
+
+bool below(const FiberThread* a, const FiberThread* b) { return a->rank < b->rank; }
+
+// Half of the runs draw the next thread afresh each time. The others keep the ranks that threads
+// start with, one in sixteen behind all the rest: a thread that is late for as long as the barriers
+// allow shows what an even draw almost never does.
+void draw_rank(FiberThread& thread) {
+  const uint64_t rank = machine.random() >> 2;
+  thread.rank = machine.random() % 16 == 0 ? rank : rank | uint64_t{1} << 63;
+}
+
+void make_ready(FiberThread& thread) {
+  thread.state = State::kReady;
+  if (!machine.steady) {
+    draw_rank(thread);
+  }
+  machine.ready.push_back(&thread);
+  std::push_heap(machine.ready.begin(), machine.ready.end(), below);
+}
+
+template <typename T>
+void shuffle(std::vector<T>& values) {
+  std::shuffle(values.begin(), values.end(), machine.random);
+}
+
+std::string describe(const Place& place) {
+  std::ostringstream text;
+  text << place.file_name() << ":" << place.line();
+  return text.str();
+}
+
+void leave(State state) {
+  FiberThread& thread = self();
+  thread.state = state;
+  thread.fiber.leave(state == State::kDone);
+}
+
+// Waits until `size` threads of the gathering are here.
+void gather(Gathering& gathering, size_t size, const Place& place, const char* what) {
+  if (gathering.waiting.empty()) {
+    gathering.place = place;
+  } else if (gathering.place.line() != place.line() ||
+             std::strcmp(gathering.place.file_name(), place.file_name()) != 0) {
+    fail((std::string("divergent ") + what + ", others wait at " + describe(gathering.place))
+             .c_str(),
+         place);
+  }
+  gathering.waiting.push_back(&self());
+  if (gathering.waiting.size() < size) {
+    leave(State::kWaiting);
+    return;
+  }
+  gathering.waiting.pop_back();
+  for (FiberThread* thread : gathering.waiting) {
+    make_ready(*thread);
+  }
+  gathering.waiting.clear();
+  pause();
+}
+
+void commit(std::vector<Store>& stores) {
+  shuffle(stores);
+  for (const Store& store : stores) {
+    std::memcpy(store.target, store.value, store.size);
+  }
+  stores.clear();
+}
+
+void entry() {
+  self().fiber.arrive();
+  try {
+    (*machine.body)();
+  } catch (const std::exception& error) {
+    machine.error = error.what();
+  }
+  leave(State::kDone);
+}
+
+void start_block(Block& block, unsigned index, unsigned blocks, int threads) {
+  block.size = threads;
+  block.done = 0;
+  block.barrier = {};
+  block.warps.assign(threads / kWarp, {});
+  block.shared.clear();
+  block.shared_size = 0;
+  while (block.threads.size() < static_cast<size_t>(threads)) {
+    block.threads.push_back(std::make_unique<FiberThread>());
+  }
+  for (int t = 0; t < threads; ++t) {
+    FiberThread& thread = *block.threads[t];
+    static_cast<Thread&>(thread) = {{static_cast<unsigned>(t), 0, 0},
+                                    {index, 0, 0},
+                                    {static_cast<unsigned>(threads)},
+                                    {blocks}};
+    thread.home = &block;
+    thread.warp = &block.warps[t / kWarp];
+    thread.stores.clear();
+    thread.fiber.start(entry);
+    draw_rank(thread);
+    make_ready(thread);
+  }
+}
+
+// Lets the next thread run on. True if its block has ended with it.
+bool step() {
+  std::pop_heap(machine.ready.begin(), machine.ready.end(), below);
+  FiberThread& thread = *machine.ready.back();
+  machine.ready.pop_back();
+  current = &thread;
+  thread.fiber.enter();
+  if (thread.state == State::kReady) {
+    make_ready(thread);
+  }
+  if (thread.state != State::kDone) {
+    return false;
+  }
+  machine.stores.insert(machine.stores.end(), thread.stores.begin(), thread.stores.end());
+  return ++thread.home->done == thread.home->size;
+}
+
+std::string stuck(const std::vector<Block*>& alive) {
+  std::ostringstream text;
+  text << "deadlock:";
+  for (const Block* block : alive) {
+    const auto add = [&](const Gathering& gathering, const char* what) {
+      if (!gathering.waiting.empty()) {
+        const FiberThread& thread = *gathering.waiting.front();
+        text << " block " << thread.block.x << ": " << gathering.waiting.size() << " threads at a "
+             << what << ", " << describe(gathering.place) << ";";
+      }
+    };
+    add(block->barrier, "barrier");
+    for (const Warp& warp : block->warps) {
+      add(warp.gathering, "shuffle");
+    }
+    text << " " << block->done << " of " << block->size << " threads have ended;";
+  }
+  return text.str();
+}
+
+}  // namespace
+
+void set_options(const Options& options) {
+  machine.options = options;
+  machine.random.seed(options.seed);
+}
+
+void run(int64_t blocks, int threads, const std::function<void()>& body) {
+  if (blocks < 1 || blocks > INT32_MAX || threads < kWarp || threads > 1024 ||
+      threads % kWarp != 0) {
+    throw std::runtime_error("emulator: bad launch: " + std::to_string(blocks) + " blocks of " +
+                             std::to_string(threads) + " threads");
+  }
+  machine.body = &body;
+  machine.ready.clear();
+  machine.stores.clear();
+  machine.error.clear();
+  machine.steady = machine.random() % 2 == 0;
+  std::vector<unsigned> pending(blocks);
+  for (size_t b = 0; b < pending.size(); ++b) {
+    pending[b] = static_cast<unsigned>(b);
+  }
+  shuffle(pending);
+  std::vector<Block*> alive, idle;
+  for (int b = 0; b < machine.options.blocks_alive; ++b) {
+    if (machine.pool.size() <= static_cast<size_t>(b)) {
+      machine.pool.push_back(std::make_unique<Block>());
+    }
+    idle.push_back(machine.pool[b].get());
+  }
+  while (!pending.empty() || !alive.empty()) {
+    while (!pending.empty() && !idle.empty()) {
+      start_block(*idle.back(), pending.back(), static_cast<unsigned>(blocks), threads);
+      alive.push_back(idle.back());
+      idle.pop_back();
+      pending.pop_back();
+    }
+    if (machine.ready.empty()) {
+      machine.error = stuck(alive);
+    } else if (step()) {
+      Block* const block = self().home;
+      alive.erase(std::find(alive.begin(), alive.end(), block));
+      idle.push_back(block);
+    }
+    if (!machine.error.empty()) {
+      throw std::runtime_error("emulator: " + machine.error);
+    }
+  }
+  commit(machine.stores);
+}
+
+void fail(const char* what, const Place& place) {
+  std::ostringstream text;
+  text << what << " at " << describe(place) << " (" << place.function_name() << "), block "
+       << current->block.x << ", thread " << current->thread.x;
+  throw std::runtime_error(text.str());
+}
+
+void pause() { leave(State::kReady); }
+
+void barrier(const Place& place) {
+  Block& block = *self().home;
+  gather(block.barrier, block.size, place, "barrier");
+}
+
+void fence() {
+  commit(self().stores);
+  pause();
+}
+
+void exchange(unsigned mask, int partner, void* value, size_t size, const Place& place) {
+  Warp& warp = *self().warp;
+  const int lane = static_cast<int>(current->thread.x % kWarp);
+  if (partner >= kWarp || !(mask >> lane & 1) || !(mask >> partner & 1)) {
+    fail("a shuffle from or to a lane outside its mask", place);
+  }
+  if (!warp.gathering.waiting.empty() && warp.mask != mask) {
+    fail("a shuffle with unequal masks", place);
+  }
+  warp.mask = mask;
+  const int turn = warp.turn;
+  std::memcpy(warp.values[turn][lane], value, size);
+  const size_t lanes = __builtin_popcount(mask);
+  if (warp.gathering.waiting.size() + 1 == lanes) {
+    warp.turn = 1 - turn;
+  }
+  gather(warp.gathering, lanes, place, "shuffle");
+  std::memcpy(value, warp.values[turn][partner], size);
+}
+
+void store_later(void* target, const void* value, size_t size) {
+  Store store{target, size, {}};
+  std::memcpy(store.value, value, size);
+  self().stores.push_back(store);
+}
+
+void* shared_memory(const void* key, size_t size) {
+  Block& block = *self().home;
+  const auto [entry, is_new] = block.shared.try_emplace(key);
+  if (is_new) {
+    block.shared_size += size;
+    if (block.shared_size > kSharedLimit) {
+      fail("more than 48 KB of shared memory", Place::current());
+    }
+    entry->second.resize(size / sizeof(std::max_align_t) + 1);
+    std::memset(static_cast<void*>(entry->second.data()), 0xff, size);
+  }
+  return entry->second.data();
+}
+
+}  // namespace emulator

@@ -1,0 +1,150 @@
+// CUDA's vocabulary for the host compiler, so that the kernels of csrc/cuda run without a GPU: as
+// many as csrc/cuda needs, no more. Included by platform.h where SYNCBN_EMULATOR is defined.
+//
+// Each CUDA thread is a fiber; which one runs next is drawn from a seeded generator wherever a
+// fiber waits or could be overtaken. What a GPU would leave unnoticed is an error here: a barrier
+// or shuffle that not all threads reach, at one place; a misaligned vector access; shared memory
+// beyond 48 KB. Shared memory starts as NaN. Fibers take turns, so each sees what all others have
+// stored; only stores by __stcg, by which partial sums travel between blocks, stay invisible until
+// their thread's next fence and then appear in any order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <source_location>
+
+namespace emulator {
+
+using Place = std::source_location;
+
+struct Dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+struct Thread {
+  Dim3 thread, block, block_size, grid_size;
+};
+
+extern Thread* current;
+
+struct Options {
+  uint64_t seed = 0;
+  int blocks_alive = 4;  // how many blocks take turns
+};
+
+// Runs `body` once for each thread of `blocks` blocks; throws std::runtime_error on what a GPU
+// would do wrong.
+void run(int64_t blocks, int threads, const std::function<void()>& body);
+
+void set_options(const Options& options);  // of the runs to come
+
+void barrier(const Place& place);
+void fence();
+void pause();  // others may run here
+void exchange(unsigned mask, int partner, void* value, size_t size, const Place& place);
+void store_later(void* target, const void* value, size_t size);
+void* shared_memory(const void* key, size_t size);
+void fail(const char* what, const Place& place);
+
+template <typename T>
+T* aligned(T* pointer, const Place& place) {
+  if (reinterpret_cast<uintptr_t>(pointer) % sizeof(T) != 0) {
+    fail("misaligned access", place);
+  }
+  return pointer;
+}
+
+}  // namespace emulator
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+#define threadIdx (::emulator::current->thread)
+#define blockIdx (::emulator::current->block)
+#define blockDim (::emulator::current->block_size)
+#define gridDim (::emulator::current->grid_size)
+
+// The address of the static tells one shared array from another.
+#define SYNCBN_SHARED(type, name, length) \
+  static const char name##_key = 0;       \
+  type* const name =                      \
+      static_cast<type*>(::emulator::shared_memory(&name##_key, sizeof(type) * (length)))
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+
+struct alignas(16) double2 {
+  double x, y;
+};
+
+inline double2 make_double2(double x, double y) { return {x, y}; }
+
+inline int min(int a, int b) { return a < b ? a : b; }
+
+inline void __syncthreads(emulator::Place place = emulator::Place::current()) {
+  emulator::barrier(place);
+}
+
+inline void __threadfence() { emulator::fence(); }
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int offset,
+                  emulator::Place place = emulator::Place::current()) {
+  emulator::exchange(mask, static_cast<int>(threadIdx.x % 32) ^ offset, &value, sizeof(T), place);
+  return value;
+}
+
+inline unsigned atomicInc(unsigned* counter, unsigned limit) {
+  emulator::pause();
+  const unsigned old = *counter;
+  *counter = old >= limit ? 0 : old + 1;
+  emulator::pause();
+  return old;
+}
+
+template <typename T>
+T __ldg(const T* source, emulator::Place place = emulator::Place::current()) {
+  return *emulator::aligned(source, place);
+}
+
+template <typename T>
+T __ldcg(const T* source, emulator::Place place = emulator::Place::current()) {
+  return *emulator::aligned(source, place);
+}
+
+template <typename T>
+void __stcs(T* target, T value, emulator::Place place = emulator::Place::current()) {
+  *emulator::aligned(target, place) = value;
+}
+
+template <typename T>
+void __stcg(T* target, T value, emulator::Place place = emulator::Place::current()) {
+  emulator::store_later(emulator::aligned(target, place), &value, sizeof(T));
+}
+
+namespace syncbn {
+
+using Stream = void*;
+
+template <typename Word>
+void store_word(Word* target, const Word& word,
+                emulator::Place place = emulator::Place::current()) {
+  *emulator::aligned(target, place) = word;
+}
+
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), Grid grid, Stream, const Args&... args) {
+  emulator::run(grid.blocks, grid.threads, [&] { kernel(args...); });
+}
+
+}  // namespace syncbn

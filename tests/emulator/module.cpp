@@ -1,0 +1,181 @@
+// The four launchers on NumPy arrays. The .cu files are included as they are: there is no other
+// build of them for the host.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "batch_norm.h"
+
+#include "backward_elemt.cu"
+#include "backward_reduce.cu"
+#include "elemt.cu"
+#include "stats.cu"
+
+namespace py = pybind11;
+using namespace syncbn;
+
+namespace {
+
+// bfloat16 travels as uint16.
+ScalarType scalar_type(const py::array& array) {
+  switch (array.dtype().char_()) {
+    case 'f':
+      return ScalarType::Float;
+    case 'd':
+      return ScalarType::Double;
+    case 'e':
+      return ScalarType::Half;
+    case 'H':
+      return ScalarType::BFloat16;
+    default:
+      throw py::type_error("float32, float64, float16 or uint16 for bfloat16");
+  }
+}
+
+void* data(const py::array& array) {
+  if (!(array.flags() & py::array::c_style)) {
+    throw py::value_error("not contiguous");
+  }
+  return const_cast<void*>(array.data());
+}
+
+double* doubles(const py::array& array) {
+  if (scalar_type(array) != ScalarType::Double) {
+    throw py::type_error("float64");
+  }
+  return static_cast<double*>(data(array));
+}
+
+ChannelVector channels(const py::object& object) {
+  if (object.is_none()) {
+    return {};
+  }
+  const auto array = py::cast<py::array>(object);
+  return {data(array), scalar_type(array)};
+}
+
+// The layout of all activations, the card to plan for, the order of the emulator's fibers.
+struct Emulation {
+  Layout layout;
+  Card card;
+  emulator::Options options;
+
+  Plan plan(const std::vector<py::array>& activations) const {
+    const py::array& first = activations.at(0);
+    for (const py::array& array : activations) {
+      if (array.size() != layout.numel() || scalar_type(array) != scalar_type(first)) {
+        throw py::value_error("not of the layout's size and one type");
+      }
+    }
+    const int64_t size = first.itemsize();
+    switch (activations.size()) {
+      case 1:
+        return make_plan(layout, size, {data(first)}, card);
+      case 2:
+        return make_plan(layout, size, {data(first), data(activations[1])}, card);
+      default:
+        return make_plan(layout, size, {data(first), data(activations[1]), data(activations[2])},
+                         card);
+    }
+  }
+
+  void start() const { emulator::set_options(options); }
+
+  template <typename Launch>
+  void with_workspace(const Plan& plan, const Launch& launch) const {
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    std::vector<double> partials(2 * plan.partials() + 2, nan);
+    std::vector<unsigned> counters(plan.counters(), 0);
+    start();
+    const size_t odd = reinterpret_cast<uintptr_t>(partials.data()) / 8 % 2;
+    launch(Workspace{reinterpret_cast<Sums*>(partials.data() + odd), counters.data()});
+    for (const unsigned counter : counters) {
+      if (counter != 0) {
+        throw std::runtime_error("a counter was not wrapped back to 0");
+      }
+    }
+  }
+
+  void stats(const py::array& input, const py::array& stats) const {
+    const Plan plan = this->plan({input});
+    const StatsArgs args{scalar_type(input), layout, data(input), doubles(stats)};
+    with_workspace(
+        plan, [&](const Workspace& workspace) { launch_stats(args, plan, workspace, nullptr); });
+  }
+
+  void elemt(const py::array& input, const py::array& output, const py::array& stats, double eps,
+             const py::object& weight, const py::object& bias, const py::object& running_mean,
+             const py::object& running_var, const py::object& num_batches_tracked,
+             const py::object& momentum) const {
+    Running running{channels(running_mean), channels(running_var), nullptr,
+                    momentum.is_none() ? 0 : py::cast<double>(momentum), momentum.is_none()};
+    if (!num_batches_tracked.is_none()) {
+      const auto tracked = py::cast<py::array_t<int64_t>>(num_batches_tracked);
+      running.num_batches_tracked = static_cast<int64_t*>(data(tracked));
+    }
+    start();
+    launch_elemt({scalar_type(input), layout, data(input), data(output), doubles(stats), eps,
+                  channels(weight), channels(bias), running},
+                 plan({input, output}), nullptr);
+  }
+
+  void backward_reduce(const py::array& grad_out, const py::array& input, const py::array& stats,
+                       double eps, const py::array& sums, const py::object& grad_weight,
+                       const py::object& grad_bias) const {
+    const Plan plan = this->plan({grad_out, input});
+    const BackwardReduceArgs args{scalar_type(input), layout, data(grad_out), data(input),
+                                  doubles(stats),     eps,    doubles(sums),  channels(grad_weight),
+                                  channels(grad_bias)};
+    with_workspace(plan, [&](const Workspace& workspace) {
+      launch_backward_reduce(args, plan, workspace, nullptr);
+    });
+  }
+
+  void backward_elemt(const py::array& grad_out, const py::array& input,
+                      const py::array& grad_input, const py::array& stats, const py::array& sums,
+                      double eps, const py::object& weight) const {
+    start();
+    launch_backward_elemt({scalar_type(input), layout, data(grad_out), data(input),
+                           data(grad_input), doubles(stats), doubles(sums), eps, channels(weight)},
+                          plan({grad_out, input, grad_input}), nullptr);
+  }
+};
+
+}  // namespace
+
+PYBIND11_MODULE(SYNCBN_MODULE, m) {
+  py::class_<Plan>(m, "Plan")
+      .def_readonly("vec", &Plan::vec)
+      .def_readonly("threads", &Plan::threads)
+      .def_readonly("tile", &Plan::tile)
+      .def_readonly("streaming", &Plan::streaming)
+      .def_property_readonly("blocks", &Plan::blocks)
+      .def_property_readonly("tiles", [](const Plan& plan) { return plan.walk.tiles; })
+      .def_property_readonly("splits", [](const Plan& plan) { return plan.walk.splits; })
+      .def_property_readonly("lanes", [](const Plan& plan) { return plan.walk.lanes; })
+      .def_property_readonly("fan", [](const Plan& plan) { return plan.tree.fan; });
+  py::class_<Emulation>(m, "Emulation")
+      .def(py::init([](int64_t N, int64_t C, int64_t S, bool channels_last, int64_t sms,
+                       int64_t l2_bytes, uint64_t seed, int blocks_alive) {
+             return Emulation{{N, C, S, channels_last}, {sms, l2_bytes}, {seed, blocks_alive}};
+           }),
+           py::arg("N"), py::arg("C"), py::arg("S"), py::arg("channels_last"), py::kw_only(),
+           py::arg("sms") = 1, py::arg("l2_bytes") = 1 << 20, py::arg("seed") = 0,
+           py::arg("blocks_alive") = 4)
+      .def("plan", &Emulation::plan)
+      .def("stats", &Emulation::stats, py::arg("input"), py::arg("stats"))
+      .def("elemt", &Emulation::elemt, py::arg("input"), py::arg("output"), py::arg("stats"),
+           py::arg("eps"), py::arg("weight") = py::none(), py::arg("bias") = py::none(),
+           py::arg("running_mean") = py::none(), py::arg("running_var") = py::none(),
+           py::arg("num_batches_tracked") = py::none(), py::arg("momentum") = py::none())
+      .def("backward_reduce", &Emulation::backward_reduce, py::arg("grad_out"), py::arg("input"),
+           py::arg("stats"), py::arg("eps"), py::arg("sums"), py::arg("grad_weight") = py::none(),
+           py::arg("grad_bias") = py::none())
+      .def("backward_elemt", &Emulation::backward_elemt, py::arg("grad_out"), py::arg("input"),
+           py::arg("grad_input"), py::arg("stats"), py::arg("sums"), py::arg("eps"),
+           py::arg("weight") = py::none());
+}

@@ -1,0 +1,251 @@
+"""Conversion keeps everything but the class, in place, and reverting is exact."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from distributed import run
+from torch import nn
+from torch.nn.utils import parametrize
+
+import syncbn_cuda
+from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return x + self.bn(self.conv(x)).relu()
+
+
+class Nested(nn.Module):
+    """A net as torchvision writes them: blocks within sequences, a shared layer, other norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
+        self.layers = nn.Sequential(Block(4), nn.Sequential(Block(4), nn.InstanceNorm2d(4)))
+        self.group = nn.GroupNorm(2, 4)
+        self.shared = self.stem[1]
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+        self.synced = nn.SyncBatchNorm(4)
+
+    def forward(self, x):
+        x = self.shared(self.group(self.layers(self.stem(x))))
+        return self.head(x.amax((2, 3)))
+
+
+def batch_norms(net):
+    return {n: m for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+
+
+def test_everything_but_the_class_stays():
+    net = Nested()
+    net.stem[1].weight.requires_grad_(False)
+    net.stem[1].num_batches_tracked += 7
+    net.layers[0].bn.eval()
+    net.layers[0].bn.qconfig = "of the user's"
+    before = batch_norms(net)
+    classes = {name: type(layer) for name, layer in before.items()}
+    text = repr(net)
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    state = copy.deepcopy(net.state_dict())
+    names = [name for name, _ in net.named_modules()]
+
+    assert convert_sync_batchnorm(net) is net
+    after = batch_norms(net)
+    assert all(type(layer) is FastSyncBatchNorm for layer in after.values())
+    assert all(after[name] is layer for name, layer in before.items())
+    for name, tensor in {**dict(net.named_parameters()), **dict(net.named_buffers())}.items():
+        assert tensor is tensors[name]
+    assert names == [name for name, _ in net.named_modules()]
+    assert net.state_dict().keys() == state.keys()
+    assert net.shared is net.stem[1] and net.shared.num_batches_tracked == 7
+    assert net.shared.momentum is None and not net.shared.weight.requires_grad
+    assert not net.layers[0].bn.training and net.layers[0].bn.qconfig == "of the user's"
+    assert type(net.layers[1][1]) is nn.InstanceNorm2d and type(net.group) is nn.GroupNorm
+
+    assert revert_sync_batchnorm(net) is net
+    assert {name: type(layer) for name, layer in batch_norms(net).items()} == classes
+    assert repr(net) == text
+    assert vars(net.shared).keys() == vars(nn.BatchNorm2d(4)).keys(), "something was left behind"
+
+
+def test_conversion_changes_no_value():
+    net, plain = Nested(), Nested()
+    plain.load_state_dict(net.state_dict())
+    convert_sync_batchnorm(net)
+    x = torch.randn(4, 3, 9, 9)
+    for mode in (True, False):
+        net.train(mode), plain.train(mode)
+        torch.testing.assert_close(net(x), plain(x))
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[key], value)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
+)
+def test_a_root_that_is_itself_a_batch_norm(layer):
+    module = layer(3)
+    assert convert_sync_batchnorm(module) is module and type(module) is FastSyncBatchNorm
+    assert type(FastSyncBatchNorm.convert_sync_batchnorm(module)) is FastSyncBatchNorm
+    assert type(revert_sync_batchnorm(module)) is layer
+
+
+@pytest.mark.parametrize("where", [{"device": "meta"}, {"dtype": torch.float64}])
+def test_device_and_type_stay(where):
+    net = Nested().to(**where)
+    convert_sync_batchnorm(net)
+    for tensor in net.state_dict().values():
+        if tensor.is_floating_point():
+            like = torch.empty(0, **where)
+            assert (tensor.device, tensor.dtype) == (like.device, like.dtype)
+
+
+def test_the_optimizer_keeps_its_parameters():
+    net = Nested()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    convert_sync_batchnorm(net)
+    before = net.stem[1].weight.detach().clone()
+    net(torch.randn(4, 3, 9, 9)).pow(3).sum().backward()
+    optimizer.step()
+    assert not torch.equal(net.stem[1].weight, before)
+
+
+def test_hooks_fire_after_conversion():
+    layer = nn.BatchNorm2d(3)
+    seen = []
+    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    convert_sync_batchnorm(layer)
+    layer(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
+    assert seen == ["pre", "forward", "backward"]
+
+
+class WithRelu(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+class Identity(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_what_computes_something_of_its_own_is_left_and_named():
+    own_forward = nn.BatchNorm2d(3)
+    own_forward.forward = lambda x: x
+    parametrized = nn.BatchNorm2d(3)
+    parametrize.register_parametrization(parametrized, "weight", Identity())
+    net = nn.ModuleDict(
+        {"sub": WithRelu(3), "own": own_forward, "par": parametrized, "plain": nn.BatchNorm2d(3)}
+    )
+    classes = {name: type(layer) for name, layer in net.items()}
+    with pytest.warns(UserWarning) as caught:
+        convert_sync_batchnorm(net)
+    (warning,) = caught
+    for name in ("sub (a subclass, WithRelu", "own (has a forward", "par (parametrized"):
+        assert name in str(warning.message)
+    assert warning.filename == __file__
+    for name in ("sub", "own", "par"):
+        assert type(net[name]) is classes[name]
+    assert type(net["plain"]) is FastSyncBatchNorm
+
+
+def test_a_lazy_layer_is_refused_before_anything_changes():
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match="expected 1 to know its number of channels"):
+        convert_sync_batchnorm(net)
+    assert type(net[0]) is nn.BatchNorm2d
+    net(torch.randn(2, 3, 4, 4))
+    convert_sync_batchnorm(net)
+    assert type(net[1]) is FastSyncBatchNorm
+
+
+def test_converting_twice_and_a_model_without_batch_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = convert_sync_batchnorm(convert_sync_batchnorm(Nested()))
+        convert_sync_batchnorm(nn.Linear(2, 2))
+    assert type(revert_sync_batchnorm(net).stem[1]) is nn.BatchNorm2d
+
+
+def test_a_layer_that_was_never_anything_else_becomes_the_default():
+    net = nn.Sequential(FastSyncBatchNorm(3))
+    assert type(revert_sync_batchnorm(net)[0]) is nn.BatchNorm2d
+    net = nn.Sequential(FastSyncBatchNorm(3))
+    assert type(revert_sync_batchnorm(net, nn.BatchNorm3d)[0]) is nn.BatchNorm3d
+
+
+def test_state_goes_both_ways():
+    ours = convert_sync_batchnorm(Nested())
+    plain, torchs = Nested(), nn.SyncBatchNorm.convert_sync_batchnorm(Nested())
+    for other in (plain, torchs):
+        other.load_state_dict(ours.state_dict())
+        ours.load_state_dict(other.state_dict())
+
+
+def test_save_and_load(tmp_path):
+    net = convert_sync_batchnorm(Nested())
+    net(torch.randn(4, 3, 9, 9))
+    torch.save(net, tmp_path / "net.pt")
+    loaded = torch.load(tmp_path / "net.pt", weights_only=False)
+    x = torch.randn(2, 3, 9, 9)
+    torch.testing.assert_close(loaded.eval()(x), net.eval()(x))
+    assert type(revert_sync_batchnorm(loaded).stem[1]) is nn.BatchNorm2d
+    copied = copy.deepcopy(net)
+    torch.testing.assert_close(copied(x), net(x))
+
+
+def groups_rank(rank):
+    own, other = torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 1])
+    net = Nested()
+    net.synced.process_group = other
+    convert_sync_batchnorm(net)
+    kept = net.synced.process_group is other and net.stem[1].process_group is None
+    net = convert_sync_batchnorm(Nested(), own)
+    given = all(layer.process_group is own for layer in batch_norms(net).values())
+    revert_sync_batchnorm(net)
+    return kept, given, "process_group" in vars(net.stem[1]), net.synced.process_group
+
+
+def test_the_group_reaches_every_layer():
+    assert run(2, groups_rank) == [(True, True, False, None)] * 2
+
+
+def test_fusing_a_convolution_works_after_reverting():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    convert_sync_batchnorm(net)(torch.randn(4, 3, 9, 9))
+    revert_sync_batchnorm(net).eval()
+    x = torch.randn(2, 3, 9, 9)
+    fused = nn.utils.fuse_conv_bn_eval(*net)
+    torch.testing.assert_close(fused(x), net(x))
+
+
+def test_torchvision_models():
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    for build in (models.resnet18, models.mobilenet_v3_small):
+        torch.manual_seed(0)
+        plain = build(weights=None)
+        ours = convert_sync_batchnorm(copy.deepcopy(plain))
+        assert not any(type(m) is nn.BatchNorm2d for m in ours.modules())
+        x = torch.randn(2, 3, 64, 64)
+        torch.testing.assert_close(ours.eval()(x), plain.eval()(x))
+        assert repr(revert_sync_batchnorm(ours)) == repr(plain)
+
+
+def test_no_private_batch_norm_operator_of_torch_is_used():
+    from pathlib import Path
+
+    for source in Path(syncbn_cuda.__file__).parent.glob("*.py"):
+        text = source.read_text()
+        assert "torch.batch_norm_" not in text and "aten.batch_norm" not in text, source

@@ -1,0 +1,108 @@
+"""Wrong input gives one clear error that names the layer, what it expects and what came."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from syncbn_cuda import FastSyncBatchNorm
+from syncbn_cuda.functional import sync_batch_norm
+
+CASES = {
+    "channels": (
+        torch.randn(2, 18, 4, 4),
+        ValueError,
+        r"expected input with 36 channels in dim 1, got \[2, 18, 4, 4\]",
+    ),
+    "dimensions": (torch.randn(36), ValueError, r"expected at least 2D input \(got 1D input"),
+    "scalar": (torch.tensor(1.0), ValueError, r"expected at least 2D input \(got 0D input"),
+    "integer": (
+        torch.ones(2, 36, dtype=torch.int64),
+        TypeError,
+        "expected input of float32.*got torch.int64",
+    ),
+    "bool": (
+        torch.ones(2, 36, dtype=torch.bool),
+        TypeError,
+        "expected input of float32.*got torch.bool",
+    ),
+    "complex": (
+        torch.ones(2, 36, dtype=torch.complex64),
+        TypeError,
+        "expected input of float32.*got torch.complex64",
+    ),
+    "device": (
+        torch.ones(2, 36, device="meta"),
+        ValueError,
+        "expected weight on the input's device meta, got cpu",
+    ),
+    "type": (torch.ones(2, 36, dtype=torch.float64), None, None),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_names_what_it_expects(case, training):
+    x, error, message = CASES[case]
+    layer = FastSyncBatchNorm(36).train(training)
+    before = copy.deepcopy(layer.state_dict())
+    if error is None:
+        layer = layer.half()
+        error, message = TypeError, "expected weight of float32 or of the input's torch.float64"
+    with pytest.raises(error, match=r"FastSyncBatchNorm\(36\): " + message):
+        layer(x)
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, before[key].to(value.dtype)), "half-updated"
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)], ids=str)
+def test_one_value_a_channel_alone(shape):
+    layer = FastSyncBatchNorm(4)
+    with pytest.raises(
+        ValueError, match=r"FastSyncBatchNorm\(4\): expected more than 1 value per channel"
+    ):
+        layer(torch.randn(shape))
+    assert layer.num_batches_tracked == 0
+    layer.eval()(torch.randn(shape))
+
+
+def test_no_channels():
+    with pytest.raises(ValueError, match="expected a non-zero number of channels"):
+        FastSyncBatchNorm(0)(torch.randn(2, 0, 3))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_the_function_checks_every_vector(name):
+    good = {n: torch.ones(3) for n in ("weight", "bias", "running_mean", "running_var")}
+    x = torch.randn(4, 3, 2)
+    for training in (True, False):
+        sync_batch_norm(x, training=training, **good)
+        for wrong in (torch.ones(4), torch.ones(3, 1), torch.tensor(1.0)):
+            with pytest.raises(
+                ValueError, match=rf"sync_batch_norm: expected {name} of shape \[3\]"
+            ):
+                sync_batch_norm(x, training=training, **{**good, name: wrong})
+        with pytest.raises(TypeError, match=f"sync_batch_norm: expected {name} of float32"):
+            sync_batch_norm(x, training=training, **{**good, name: torch.ones(3).half()})
+
+
+def test_the_function_needs_what_it_uses():
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    with pytest.raises(ValueError, match="both or neither"):
+        sync_batch_norm(x, mean, None, training=True)
+    with pytest.raises(ValueError, match="expected num_batches_tracked"):
+        sync_batch_norm(x, mean, var, training=True, momentum=None)
+    with pytest.raises(ValueError, match="expected running buffers in evaluation"):
+        sync_batch_norm(x, None, None)
+    assert not mean.any() and (var == 1).all()
+
+
+def test_a_batch_norm_2d_refuses_what_it_refused_after_a_round_trip():
+    from syncbn_cuda import convert_sync_batchnorm, revert_sync_batchnorm
+
+    layer = revert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(3)))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        layer(torch.randn(2, 3, 4))

@@ -1,0 +1,119 @@
+"""The demo and the benchmark run, and the demo shows what it says it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import syncbn_cuda
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = "examples/digits_segmentation.py"
+LIMIT_S = 400  # on a busy machine; a tenth of it on an idle one
+
+
+def needs(*files: str) -> pytest.MarkDecorator:
+    """Skips where the tests lie beside an installed wheel, which holds the package alone."""
+    missing = [file for file in files if not (ROOT / file).is_file()]
+    return pytest.mark.skipif(bool(missing), reason=f"not beside tests/: {', '.join(missing)}")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a Python command on the CPU from the root of the repository."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+@needs(DEMO)
+def test_the_demo_shows_that_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
+    figure = tmp_path / "demo.png"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(*torchrun, DEMO, "--quick", "--out", str(figure))
+
+    numbers = json.loads(figure.with_suffix(".json").read_text())
+    assert numbers["settings"]["ranks"] == 2
+    first = {arm: numbers["difference_from_c"][arm]["first step"] for arm in "ab"}
+    # Rounding of float32 (6e-8) through 9 convolutions, relative to the largest value. (Not of
+    # the parameters: AdamW divides by the size of a gradient, and one of size 0 is all rounding.)
+    assert first["b"]["logits"] < 2e-5
+    assert first["b"]["gradients"] < 2e-5
+    assert first["b"]["buffers"] < 1e-6
+    # Without synchronisation the difference is one of substance: the comparison can tell.
+    assert first["a"]["logits"] > 1e-2
+    assert first["a"]["gradients"] > 1e-3
+
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert figure.stat().st_size > 20_000
+    assert str(figure) in done.stdout
+    assert "(b) FastSyncBatchNorm, 2 images a rank" in done.stdout
+    assert "ms a step" in done.stderr, "no progress bar"
+    assert "Warning" not in done.stderr
+
+
+@needs(DEMO)
+def test_the_demo_names_a_folder_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="there is no folder .*missing"):
+        run(DEMO, "--out", str(tmp_path / "missing" / "demo.png"))
+
+
+@needs(DEMO)
+def test_ranks_together_draw_the_pages_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from digits import CLASSES, PAGE, Pages
+
+    pages = Pages(train=True)
+    images, classes = pages.draw(seed=3, step=5, pages=range(4))
+    assert images.shape == (4, 1, PAGE, PAGE)
+    assert 1 < classes.unique().numel() <= CLASSES
+    for rank in range(2):
+        mine = slice(2 * rank, 2 * rank + 2)
+        some_images, some_classes = pages.draw(seed=3, step=5, pages=range(4)[mine])
+        assert some_images.equal(images[mine])
+        assert some_classes.equal(classes[mine])
+    assert not pages.draw(seed=3, step=6, pages=range(4))[0].equal(images)
+
+
+@needs("benchmarks/compare.py")
+def test_the_benchmark_times_the_compiled_kernels(tmp_path: Path) -> None:
+    run(
+        *("-m", "benchmarks.compare", "--quick", "--device", "cpu", "--shapes", "classifier"),
+        *("--dtypes", "float32", "--turns", "3", "--out", str(tmp_path)),
+    )
+    rows = json.loads((tmp_path / "compare-cpu.json").read_text())
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["compiled"]
+        assert row["machine"]["cpu"] and row["machine"]["torch"] and row["machine"]["commit"]
+        for key in ("ours_us", "baseline_us", "times_as_fast"):
+            assert 0 < row[key]["p20"] <= row[key]["p50"] <= row[key]["p80"]
+        assert 0 < row["ours_error"] <= 4 * row["baseline_error"]
+    table = (tmp_path / "compare-cpu.md").read_text()
+    assert table.count("| classifier 64x512 |") == 2
+
+
+@needs("benchmarks/compare.py")
+def test_the_benchmark_refuses_to_time_torch_against_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.compare import require_kernels
+
+    state = {"cpu": {"loaded": False, "reason": "nobody built them"}}
+    monkeypatch.setattr(syncbn_cuda, "build_info", lambda: state)
+    with pytest.raises(SystemExit, match="nobody built them.*\n.*--allow-composite"):
+        require_kernels("cpu", allow_composite=False)
+    assert not require_kernels("cpu", allow_composite=True)

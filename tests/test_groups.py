@@ -1,0 +1,192 @@
+"""Who talks to whom: groups, evaluation, what needs a gradient, DDP, and the number of messages."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from distributed import run
+from inputs import assert_close, numpy, random
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm, functional
+from syncbn_cuda.functional import sync_batch_norm
+
+CHANNELS = 5
+
+
+def group_rank(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layer = FastSyncBatchNorm(CHANNELS, process_group=groups[rank // 2])
+    dist.barrier()
+    if rank >= 2:
+        time.sleep(3)
+    start = time.monotonic()
+    y = layer(random((2, CHANNELS, 4), mean=float(rank)))
+    elapsed = time.monotonic() - start
+    foreign = FastSyncBatchNorm(CHANNELS, process_group=dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ValueError, match="not a member of the group"):
+        foreign(torch.randn(2, CHANNELS))
+    return numpy(y), numpy(layer.running_mean), elapsed
+
+
+def test_groups_talk_among_themselves():
+    ranks = run(4, group_rank)
+    for pair in (ranks[:2], ranks[2:]):
+        together = np.concatenate([y for y, _, _ in pair])
+        assert abs(together.mean()) < 1e-6 and pair[0][1].tobytes() == pair[1][1].tobytes()
+    assert not np.allclose(ranks[0][1], ranks[2][1])
+    assert ranks[0][2] < 2 and ranks[1][2] < 2, "a rank waited for another group"
+
+
+def alone_rank(rank):
+    """Evaluation, frozen layers and eval without buffers make no collective: rank 1 stays away."""
+    if rank == 1:
+        return True
+    start = time.monotonic()
+    for track in (True, False):
+        layer = FastSyncBatchNorm(CHANNELS, track_running_stats=track).eval()
+        x = random((2, CHANNELS, 4)).requires_grad_()
+        layer(x).sum().backward()
+    return time.monotonic() - start < 1
+
+
+def test_evaluation_makes_no_collective():
+    assert run(2, alone_rank) == [True, True]
+
+
+def uneven_rank(rank):
+    layer = FastSyncBatchNorm(CHANNELS)
+    x = random((2, CHANNELS, 4)).requires_grad_(rank == 0)
+    layer.weight.requires_grad_(rank == 0)
+    layer(x).pow(2).sum().backward()
+    return x.grad is None, layer.weight.grad is None, layer.bias.grad is not None
+
+
+def test_ranks_that_need_different_gradients_do_not_hang():
+    assert run(2, uneven_rank) == [(False, False, True), (True, True, True)]
+
+
+def count_rank(rank):
+    calls = []
+    world = dist.group.WORLD
+
+    class Counting:
+        """Stands for the world and counts what it is asked."""
+
+        def allreduce(self, tensors, options):
+            calls.append(tensors[0].numel())
+            return world.allreduce(tensors, options)
+
+        def __getattr__(self, name):
+            return getattr(world, name)
+
+    functional.resolve_group, before = (lambda _: Counting()), functional.resolve_group
+    x = random((2, CHANNELS, 4)).requires_grad_()
+    sync_batch_norm(x, None, None, training=True).sum().backward()
+    functional.resolve_group = before
+    return calls
+
+
+def test_one_collective_each_way():
+    assert run(2, count_rank) == [[2 * CHANNELS + 1, 2 * CHANNELS]] * 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.features = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)),
+        )
+        self.head = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x):
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def train_net(net, x, steps=3):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(x).pow(3).mean().backward()
+        optimizer.step()
+
+
+def ddp_rank(rank, x, compiled):
+    net = convert_sync_batchnorm(Net().double())
+    ddp = DistributedDataParallel(net)
+    train_net(torch.compile(ddp, backend="aot_eager") if compiled else ddp, x[rank::2])
+    return {k: v.numpy().copy() for k, v in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ddp_trains_as_one_process_does(compiled):
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    net = Net().double()
+    train_net(net, x)
+    for state in run(2, ddp_rank, x, compiled):
+        for key, value in net.state_dict().items():
+            np.testing.assert_allclose(state[key], value.numpy(), rtol=1e-9, atol=1e-11)
+
+
+def empty_roi_rank(rank):
+    net = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, CHANNELS), FastSyncBatchNorm(CHANNELS))
+    )
+    net(torch.randn((0, 3)[rank], 4)).sum().backward()
+    return all(p.grad is not None for p in net.parameters())
+
+
+def test_an_empty_head_under_ddp():
+    assert run(2, empty_roi_rank) == [True, True]
+
+
+def lifecycle_rank(rank):
+    layer = FastSyncBatchNorm(CHANNELS)
+    x = random((2, CHANNELS, 4), mean=float(rank))
+    together = layer(x)
+    dist.barrier()
+    dist.destroy_process_group()
+    alone = layer(x)
+    assert_close(alone, reference.forward(numpy(x)).output, torch.float32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return not torch.equal(together, alone)
+
+
+def test_the_group_is_looked_up_at_each_forward():
+    assert run(2, lifecycle_rank) == [True, True]
+
+
+def unserved_rank(rank):
+    """A group with no CPU backend, as NCCL's: the layer refuses before any collective."""
+
+    class CudaOnly:
+        _device_types = [torch.device("cuda")]
+
+        def name(self):
+            return "nccl"
+
+        def allreduce(self, tensors, options):
+            raise AssertionError("reached the collective")
+
+    layer = FastSyncBatchNorm(CHANNELS)
+    with pytest.raises(ValueError) as raised:
+        functional.batch_norm(
+            *(torch.randn(2, CHANNELS), layer.running_mean, layer.running_var),
+            *(None, None, True, 0.1, 1e-5, None, CudaOnly(), layer),
+        )
+    return str(raised.value), layer.num_batches_tracked.item()
+
+
+def test_a_model_never_moved_to_the_gpu_is_told_so():
+    (message, batches), *_ = run(1, unserved_rank)
+    for word in ("FastSyncBatchNorm(5)", "cpu", "nccl", "cuda()"):
+        assert word in message
+    assert batches == 0

@@ -1,0 +1,298 @@
+"""The layer in one process: it is BatchNorm, in every mode, type, layout and shape."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import reference
+import torch
+from inputs import DTYPES, LAYOUTS, SHAPES, assert_close, numpy, random
+from torch import nn
+
+from syncbn_cuda import FastSyncBatchNorm, _checks, _composite, functional
+from syncbn_cuda.functional import sync_batch_norm
+
+BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def train_once(layer, x, dy):
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return y, x.grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 1 or len(s) > 2], ids=str)
+def test_training_step_is_right_in_every_layout_and_type(shape, dtype, layout):
+    x, dy = LAYOUTS[layout](random(shape, dtype)), random(shape, dtype)
+    layer = FastSyncBatchNorm(shape[1])
+    nn.init.uniform_(layer.weight, 0.5, 1.5)
+    nn.init.uniform_(layer.bias)
+    weight, bias = numpy(layer.weight), numpy(layer.bias)
+    y, dx = train_once(layer, x, dy)
+    batch = reference.forward(numpy(x), weight, bias)
+    grads = reference.backward(numpy(dy), numpy(x), weight)
+    assert y.dtype == dx.dtype == dtype
+    assert_close(y, batch.output, dtype)
+    assert_close(dx, grads.input, dtype)
+    largest = float(np.abs(numpy(dy)).sum() / shape[1])
+    assert_close(layer.weight.grad, grads.weight, torch.float32, scale=largest)
+    assert_close(layer.bias.grad, grads.bias, torch.float32, scale=largest)
+    mean, var = reference.running(np.zeros(shape[1]), np.ones(shape[1]), batch, 0.1)
+    assert_close(layer.running_mean, mean, torch.float32)
+    assert_close(layer.running_var, var, torch.float32)
+    assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 3, 4, 5, 6)], ids=str)
+def test_memory_format_is_kept(shape, layout, training):
+    x = LAYOUTS[layout](random(shape)).requires_grad_()
+    layer = FastSyncBatchNorm(3).train(training)
+    y = layer(x)
+    y.sum().backward()
+    assert y.stride() == x.stride() and x.grad.stride() == x.stride()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, None])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 4), (3, 5, 4, 2), (2, 5, 2, 3, 2)], ids=str)
+def test_all_arguments_do_what_batch_norm_does(shape, momentum, track, bias, affine):
+    arguments = {"momentum": momentum, "affine": affine, "track_running_stats": track}
+    ours = FastSyncBatchNorm(5, 1e-3, bias=bias, dtype=torch.float64, **arguments)
+    theirs = BATCH_NORMS[len(shape)](5, 1e-3, bias=bias, dtype=torch.float64, **arguments)
+    for _ in range(3):
+        x, dy = random(shape, torch.float64, mean=2.0), random(shape, torch.float64)
+        for a, b in zip(train_once(ours, x, dy), train_once(theirs, x, dy), strict=True):
+            torch.testing.assert_close(a, b)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    ours.eval(), theirs.eval()
+    for a, b in zip(train_once(ours, x, dy), train_once(theirs, x, dy), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value)
+
+
+def test_track_running_stats_may_be_turned_off_after_construction():
+    ours, theirs = FastSyncBatchNorm(3), nn.BatchNorm2d(3)
+    x = random((4, 3, 5, 5), mean=1.0)
+    for layer in (ours, theirs):
+        layer.track_running_stats = False
+        layer(x)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+@pytest.mark.parametrize("parameters", ["float32", "same"])
+@pytest.mark.parametrize("buffers", ["float32", "same"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_mixtures_of_types(training, dtype, affine, buffers, parameters):
+    layer = FastSyncBatchNorm(4, affine=affine)
+    kinds = {"float32": torch.float32, "same": dtype}
+    for name, parameter in layer.named_parameters():
+        setattr(layer, name, nn.Parameter(parameter.to(kinds[parameters])))
+    layer.running_mean = layer.running_mean.to(kinds[buffers])
+    layer.running_var = layer.running_var.to(kinds[buffers])
+    layer.train(training)
+    x, dy = random((4, 4, 3, 3), dtype), random((4, 4, 3, 3), dtype)
+    y, dx = train_once(layer, x, dy)
+    assert y.dtype == dx.dtype == dtype
+    exact = nn.BatchNorm2d(4, affine=affine, dtype=torch.float64).train(training)
+    expected, expected_dx = train_once(exact, x.double(), dy.double())
+    assert_close(y, numpy(expected), dtype)
+    assert_close(dx, numpy(expected_dx), dtype)
+    for ours, theirs in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert ours.grad.dtype == ours.dtype
+        assert_close(
+            ours.grad, numpy(theirs.grad), dtype if parameters == "same" else torch.float32
+        )
+
+
+def test_counts_beyond_the_range_of_half():
+    layer = FastSyncBatchNorm(2).half()
+    x = random((2, 2, 260, 260), torch.float16)
+    layer(x)
+    assert_close(
+        layer.running_var,
+        reference.running(np.zeros(2), np.ones(2), reference.forward(numpy(x)), 0.1)[1],
+        torch.float16,
+        ulps=2,
+    )
+
+
+def test_values_near_the_largest_half():
+    x = (torch.rand(8, 3, 16, 16) * 6e4).half()
+    layer = FastSyncBatchNorm(3)
+    y = layer(x)
+    assert_close(y, reference.forward(numpy(x)).output, torch.float16)
+    assert layer.running_var.isfinite().all()
+
+
+@pytest.mark.parametrize("exponent", range(11))
+def test_constant_channels_become_zero(exponent):
+    x = torch.full((4, 3, 10, 10), 10.0**exponent, requires_grad=True)
+    y = FastSyncBatchNorm(3)(x)
+    (y * torch.randn_like(y)).sum().backward()
+    assert y.abs().max() < 1e-2 and x.grad.isfinite().all()
+
+
+def test_eps_is_added_to_the_variance():
+    x = random((8, 3, 9, 9), torch.float64, std=1e-4)
+    expected = nn.BatchNorm2d(3, dtype=torch.float64)(x)
+    torch.testing.assert_close(FastSyncBatchNorm(3, dtype=torch.float64)(x), expected)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(4, 3), (3, 2, 4), (2, 3, 2, 3)], ids=str)
+def test_gradcheck(shape, layout, affine):
+    x = LAYOUTS[layout](random(shape, torch.float64)).requires_grad_()
+    parameters = [
+        torch.rand(shape[1], dtype=torch.float64).requires_grad_() for _ in range(2 * affine)
+    ]
+
+    def call(x, weight=None, bias=None):
+        return sync_batch_norm(x, None, None, weight, bias, training=True)
+
+    assert torch.autograd.gradcheck(call, (x, *parameters))
+    assert torch.autograd.gradgradcheck(call, (x, *parameters))
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
+@pytest.mark.parametrize("needs_input", [True, False])
+def test_only_what_needs_a_gradient_gets_one(frozen, needs_input):
+    layer = FastSyncBatchNorm(3)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    x = random((4, 3, 5, 5)).requires_grad_(needs_input)
+    if not needs_input and len(frozen) == 2:
+        assert not layer(x).requires_grad
+        return
+    layer(x).sum().backward()
+    assert (x.grad is not None) == needs_input
+    for name in ("weight", "bias"):
+        assert (getattr(layer, name).grad is None) == (name in frozen)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 5, 5), (4, 3, 0, 2)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_an_empty_batch_alone(training, shape):
+    layer = FastSyncBatchNorm(3).train(training)
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.empty(shape, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad.shape == x.shape
+    for parameter in layer.parameters():
+        assert torch.equal(parameter.grad, torch.zeros(3))
+    for key, value in before.items():
+        assert torch.equal(layer.state_dict()[key], value)
+
+
+def test_a_kernel_that_wrote_the_buffers_is_seen_by_autograd():
+    layer = FastSyncBatchNorm(3)
+    used = (layer.running_mean * torch.ones(3, requires_grad=True).exp()).sum()
+    layer(random((4, 3, 5, 5)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()
+
+
+def test_runs_are_the_same_bits():
+    x, dy = random((5, 7, 33, 9)), random((5, 7, 33, 9))
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = [train_once(FastSyncBatchNorm(7), x, dy) for _ in range(20)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_repr_and_state_are_those_of_torch():
+    ours, theirs = FastSyncBatchNorm(8), nn.SyncBatchNorm(8)
+    assert repr(ours).replace("FastSyncBatchNorm", "SyncBatchNorm") == repr(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    plain = nn.BatchNorm2d(8)
+    plain.load_state_dict(ours.state_dict())
+    ours.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_device_without_float64_serves_one_process(monkeypatch, momentum):
+    monkeypatch.setattr(_checks, "lacks_float64", lambda device: True)
+    ours, theirs = FastSyncBatchNorm(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    for shape in ((4, 3, 5, 5), (0, 3, 5, 5), (2, 3, 5, 5)):
+        x, dy = random(shape), random(shape)
+        results = [train_once(layer, x, dy) for layer in (ours, theirs)]
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        if len(x) == 0:  # torch counts a batch of nothing
+            theirs.num_batches_tracked -= 1
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value)
+    with pytest.raises(ValueError, match="expected input on a device with float64"):
+        _checks.check_training(x, None, 0.1, None, object(), ours)
+
+
+@pytest.mark.parametrize("step", ["batch_norm_stats", "batch_norm_backward_reduce"])
+def test_a_failed_allocation_is_torchs_own_error(monkeypatch, step):
+    class Failing:
+        def __getattr__(self, name):
+            if name == step:
+                raise RuntimeError("aoti_torch_empty failed")
+            return getattr(_composite, name)
+
+    def empty_like(tensor):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(functional, "kernels_for", lambda device: Failing())
+    layer, x = FastSyncBatchNorm(3), random((4, 3, 5, 5))
+    with pytest.raises(torch.OutOfMemoryError), monkeypatch.context() as patch:
+        y = layer(x) if step != "batch_norm_stats" else None
+        patch.setattr(torch, "empty_like", empty_like)
+        layer(x) if y is None else y.sum().backward()
+
+
+def test_autocast_keeps_the_type_of_the_input():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), FastSyncBatchNorm(4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(random((2, 3, 8, 8)))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert net[1].weight.grad.dtype == torch.float32
+
+
+def test_one_graph_under_compile():
+    layer = FastSyncBatchNorm(3, momentum=None)
+    plain = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x, dy = random((4, 3, 5, 5)), random((4, 3, 5, 5))
+        for a, b in zip(train_once(compiled, x, dy), train_once(plain, x, dy), strict=True):
+            torch.testing.assert_close(a, b)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(layer.state_dict()[key], value)
+
+
+def test_a_symbolic_trace_sees_a_leaf():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), FastSyncBatchNorm(4))
+    traced = torch.fx.symbolic_trace(net)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1"]
+    x = random((2, 3, 8, 8))
+    torch.testing.assert_close(traced(x), net(x))
