@@ -61,7 +61,7 @@ def load() -> ModuleType:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            parts = [HERE / "module.cpp", HERE / "emulator.cpp"]
+            parts = [HERE / f"{part}.cpp" for part in ("module", "emulator", "fiber")]
             objects = [str(Path(scratch) / f"{part.stem}.o") for part in parts]
             with ThreadPoolExecutor() as pool:
                 list(

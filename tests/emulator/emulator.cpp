@@ -1,103 +1,16 @@
 // The scheduler: blocks, barriers, shuffles and stores that are held back.
 #include "platform.h"
 
-#include <map>
-#include <memory>
-#include <random>
 #include <sstream>
 #include <stdexcept>
-#include <vector>
 
-#include "fiber.h"
-
-#if defined(__x86_64__)
-asm(R"(
-  .text
-  .globl emulator_switch
-  .type emulator_switch, @function
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-  .size emulator_switch, .-emulator_switch
-  .section .note.GNU-stack,"",@progbits
-  .text
-)");
-#endif
+#include "machine.h"
 
 namespace emulator {
 
 Thread* current = nullptr;
 
 namespace {
-
-constexpr int kWarp = 32;
-constexpr size_t kSharedLimit = 48 * 1024;
-
-struct Block;
-struct Warp;
-
-struct Store {
-  void* target;
-  size_t size;
-  char value[16];
-};
-
-enum class State { kReady, kWaiting, kDone };
-
-struct FiberThread : Thread {
-  Fiber fiber;
-  State state = State::kDone;
-  uint64_t rank = 0;  // the ready thread of the highest rank is next
-  Block* home = nullptr;
-  Warp* warp = nullptr;
-  std::vector<Store> stores;  // not yet visible to others
-};
-
-// Threads that wait for each other at one place.
-struct Gathering {
-  std::vector<FiberThread*> waiting;
-  Place place;
-};
-
-struct Warp {
-  Gathering gathering;
-  unsigned mask = 0;
-  int turn = 0;  // values of one exchange are read while the next one's arrive
-  char values[2][kWarp][16];
-};
-
-struct Block {
-  std::vector<std::unique_ptr<FiberThread>> threads;
-  std::vector<Warp> warps;
-  Gathering barrier;
-  int size = 0, done = 0;
-  std::map<const void*, std::vector<std::max_align_t>> shared;
-  size_t shared_size = 0;
-};
-
-struct Machine {
-  Options options;
-  std::mt19937_64 random;
-  bool steady = false;              // threads keep their ranks
-  std::vector<FiberThread*> ready;  // a heap
-  std::vector<Store> stores;        // of threads that ended without a fence
-  std::vector<std::unique_ptr<Block>> pool;
-  const std::function<void()>* body = nullptr;
-  std::string error;
-};
 
 Machine machine;
 

@@ -1,0 +1,167 @@
+"""Cases for the kernel emulator: layouts, arrays between guards, and one batch run step by step."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from inputs import numpy, random
+
+EPS = 1e-5
+GUARD = 64
+
+
+class Layout(NamedTuple):
+    """(N, C, S) in memory as [N, C, S] or [N, S, C], on a card of some multiprocessors."""
+
+    N: int
+    C: int
+    S: int
+    channels_last: bool = False
+    sms: int = 1
+
+    def flat(self, x):
+        """Lays out (N, C, S) in memory."""
+        return (x.transpose(1, 2) if self.channels_last else x).reshape(-1)
+
+    def unflat(self, x):
+        shape = (self.N, self.S, self.C) if self.channels_last else (self.N, self.C, self.S)
+        x = x.reshape(shape)
+        return x.transpose(0, 2, 1) if self.channels_last else x
+
+
+# Rows shorter than a pack, shorter than a warp's, aligned and not, over several blocks (one level
+# of reduction); more threads than packs; no pack that lies inside the tensor.
+CONTIGUOUS = [
+    Layout(1, 1, 1),
+    Layout(2, 3, 2),
+    Layout(3, 7, 5),
+    Layout(5, 4, 9),
+    Layout(4, 16, 49),
+    Layout(1, 65, 45),
+    Layout(2, 3, 64),
+    Layout(2, 3, 1023, sms=2),
+    Layout(2, 1, 4096, sms=4),
+]
+# C narrower than a lane, odd, at widths that 1, 2, 4 and 8 divide, beyond one tile; rows over
+# several blocks with one level of reduction and with two.
+CHANNELS_LAST = [
+    Layout(1, 1, 1, True),
+    Layout(5, 3, 1, True),
+    Layout(64, 1, 1, True),
+    Layout(2, 6, 7, True),
+    Layout(3, 20, 9, True, sms=4),
+    Layout(4, 65, 3, True),
+    Layout(2, 136, 9, True),
+    Layout(3, 264, 1, True, sms=4),
+    Layout(2, 64, 300, True, sms=4),
+    Layout(1, 128, 1100, True, sms=4),
+]
+LAYOUTS = CONTIGUOUS + CHANNELS_LAST
+EMPTY = [Layout(0, 5, 3), Layout(2, 5, 0, True)]
+
+
+def to_numpy(x):
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def to_torch(x):
+    if x.dtype == np.uint16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+class Guarded:
+    """A flat array between guards of NaN, some elements past a 16-byte boundary."""
+
+    def __init__(self, values, offset):
+        values = to_numpy(values.clone())
+        self.room = to_numpy(torch.full((len(values) + 3 * GUARD,), torch.nan, dtype=torch.float64))
+        self.room = to_numpy(to_torch(self.room).to(to_torch(values).dtype))
+        size = self.room.itemsize
+        self.begin = GUARD + offset + -(self.room.ctypes.data // size) % (16 // size)
+        self.end = self.begin + len(values)
+        self.array = self.room[self.begin : self.end]
+        assert self.array.ctypes.data % 16 == offset * size % 16 or not len(values)
+        self.array[:] = values
+
+    def read(self):
+        """The values in float64, once the guards are found untouched."""
+        outside = np.concatenate([self.room[: self.begin], self.room[self.end :]])
+        assert to_torch(outside).isnan().all(), "written outside the tensor"
+        return numpy(to_torch(self.array))
+
+
+class Run:
+    """One batch on the emulator: activations of one type and layout, a global batch of twice it."""
+
+    def __init__(self, emulator, layout, dtype, offsets=(0, 0, 0), seed=None, mean=0.0, **options):
+        torch.manual_seed(0)
+        if seed is None:  # one of its own for each case
+            seed = zlib.crc32(repr((layout, dtype, offsets)).encode())
+        options.setdefault("l2_bytes", seed % 2 << 20)  # all stores stream, or none
+        self.layout, self.dtype, self.offsets = layout, dtype, offsets
+        self.emulation = emulator.Emulation(*layout[:4], sms=layout.sms, seed=seed, **options)
+        shape = layout[:3]
+        self.x, self.other = random(shape, dtype, mean), random(shape, dtype, mean + 1)
+        self.dy, self.other_dy = random(shape, dtype), random(shape, dtype)
+        both = np.concatenate([numpy(self.x), numpy(self.other)])
+        values = np.moveaxis(both, 1, 0).reshape(layout.C, -1)
+        self.message = np.array([*values.sum(1), *(values**2).sum(1), values.shape[1]])
+        self.weight = torch.rand(layout.C, dtype=torch.float64).add(0.5)
+        self.bias = torch.randn(layout.C, dtype=torch.float64)
+
+    def place(self, tensor, which):
+        return Guarded(self.layout.flat(tensor), self.offsets[which])
+
+    def nan(self, length):
+        return Guarded(torch.full((length,), torch.nan, dtype=torch.float64), 0)
+
+    def stats(self):
+        stats = self.nan(2 * self.layout.C + 1)
+        self.emulation.stats(self.place(self.x, 0).array, stats.array)
+        return stats.read()
+
+    def elemt(self, weight=None, bias=None, **running):
+        output = self.place(torch.full_like(self.x, torch.nan), 1)
+        self.emulation.elemt(
+            self.place(self.x, 0).array, output.array, self.message, EPS, weight, bias, **running
+        )
+        return self.layout.unflat(output.read())
+
+    def backward_reduce(self, weight_dtype=None, bias_dtype=None):
+        sums = self.nan(2 * self.layout.C)
+        gradients = [
+            None
+            if dtype is None
+            else Guarded(torch.full((self.layout.C,), torch.nan, dtype=dtype), 1)
+            for dtype in (weight_dtype, bias_dtype)
+        ]
+        self.emulation.backward_reduce(
+            self.place(self.dy, 0).array,
+            self.place(self.x, 1).array,
+            self.message,
+            EPS,
+            sums.array,
+            *(None if gradient is None else gradient.array for gradient in gradients),
+        )
+        return sums.read(), *(None if g is None else g.read() for g in gradients)
+
+    def backward_elemt(self, sums, weight=None):
+        grad_input = self.place(torch.full_like(self.x, torch.nan), 2)
+        self.emulation.backward_elemt(
+            self.place(self.dy, 0).array,
+            self.place(self.x, 1).array,
+            grad_input.array,
+            self.message,
+            sums,
+            EPS,
+            weight,
+        )
+        return self.layout.unflat(grad_input.read())
+
+
+def rounding(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
