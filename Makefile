@@ -16,7 +16,7 @@ PACKAGE_STAMP := $(VENV)/.package-$(firstword \
 DEV_STAMP := $(VENV)/.dev
 
 # The package's .py files are missing here as an editable install reads them in place.
-BUILD_SOURCES := pyproject.toml setup.py build_support.py syncbn_cuda/__init__.py \
+BUILD_SOURCES := pyproject.toml setup.py $(wildcard build_support/*.py) syncbn_cuda/__init__.py \
   $(shell find csrc -type f)
 CXX_SOURCES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 

@@ -1,4 +1,4 @@
-"""Builds the two libraries of syncbn_cuda; what is decided, and how, is in build_support.py.
+"""Builds the two libraries of syncbn_cuda; what is decided, and how, is in build_support/.
 
 Environment: SYNCBN_CUDA (1: fail without CUDA, 0: skip it), CUDA_HOME, TORCH_CUDA_ARCH_LIST, CXX,
 MAX_JOBS.
@@ -74,6 +74,8 @@ class BuildLibraries(build_ext):
         support.write_config(self.package_dir() / "_build_config.py", config)
 
     def build(self, torch, plan):
+        # pip in an environment that is not activated leaves the ninja installed there off the path.
+        os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
         if plan.cuda is not None:
             os.environ["CUDA_HOME"] = str(plan.cuda.root)  # or torch guesses, and logs its guess
         from torch.utils import cpp_extension

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <ostream>
 #include <sstream>
@@ -16,6 +17,11 @@
 namespace syncbn {
 
 using torch::stable::Tensor;
+
+inline bool same_sizes(const Tensor& a, const Tensor& b) {
+  const auto left = a.sizes(), right = b.sizes();
+  return std::equal(left.begin(), left.end(), right.begin(), right.end());
+}
 
 // Prints as [2, 3, 4]; formatted only when a check has failed.
 struct Shape {
@@ -73,7 +79,7 @@ class Checks {
   void like_input(const Tensor& tensor, const char* argument, const Tensor& input,
                   const Layout& layout) const {
     const Layout own = activations(tensor, argument);
-    expect(tensor.sizes() == input.sizes(), argument, "of the input's shape", Shape{tensor});
+    expect(same_sizes(tensor, input), argument, "of the input's shape", Shape{tensor});
     expect(tensor.scalar_type() == input.scalar_type(), argument, "of the input's dtype",
            torch::headeronly::toString(tensor.scalar_type()));
     expect(own.channels_last == layout.channels_last || layout.numel() == 0, argument,
