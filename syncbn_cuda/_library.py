@@ -8,6 +8,7 @@ under the same names.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import warnings
 from pathlib import Path
@@ -18,10 +19,22 @@ from torch import Tensor
 
 from syncbn_cuda import _composite
 
-try:
-    from syncbn_cuda._build_config import CONFIG  # type: ignore[import-not-found]
-except ImportError:
-    CONFIG: dict[str, Any] = {}  # type: ignore[no-redef]
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _read_config() -> dict[str, Any]:
+    """Returns what the build of this very package noted, empty where there was none.
+
+    With another checkout installed as editable, the import would find that one's.
+    """
+    try:
+        note = importlib.import_module("syncbn_cuda._build_config")
+    except ImportError:
+        return {}
+    return note.CONFIG if Path(note.__file__ or "").resolve().parent == _PACKAGE else {}
+
+
+CONFIG = _read_config()
 
 #: The namespace of the operators. The fakes are registered for a namespace by its name, so that a
 #: test library that offers the same operators elsewhere can be put in its place.
@@ -34,8 +47,6 @@ STEPS = (
     "batch_norm_backward_reduce",
     "batch_norm_backward_elemt",
 )
-
-_PACKAGE = Path(__file__).resolve().parent
 
 
 class Kernels:
@@ -60,7 +71,10 @@ def _load(name: str) -> str | None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return f"{path.name} does not load: {error}"
+        return (
+            f"{path.name} does not load: {error.__cause__ or error} (built with torch "
+            f"{CONFIG.get('torch')}, this is {torch.__version__}): reinstall it beside this torch"
+        )
     return None
 
 

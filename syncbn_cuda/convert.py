@@ -58,7 +58,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
                 f"convert_sync_batchnorm: expected {name or 'the module'} to know its number of "
                 f"channels, got {type(layer).__name__}: run one batch through the model first"
             )
-        reason = _reason_to_leave(layer)
+        reason = _reason_to_leave(layer, _CONVERTED)
         if reason is None:
             layers.append(layer)
         else:
@@ -72,10 +72,11 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
     return module
 
 
-def _reason_to_leave(layer: _BatchNorm) -> str | None:
+def _reason_to_leave(layer: _BatchNorm, swapped: tuple[type, ...]) -> str | None:
+    """Why another class would lose what a layer does; None where its class may be swapped."""
     if parametrize.is_parametrized(layer):
-        return "parametrized: convert first, then parametrize"
-    if type(layer) not in _CONVERTED:
+        return "parametrized, by a class of its own that would be lost"
+    if type(layer) not in swapped:
         return f"a subclass, {type(layer).__name__}, that may compute something of its own"
     if "forward" in vars(layer):
         return "has a forward of its own"
@@ -101,18 +102,34 @@ def revert_sync_batchnorm(
     Returns:
         The same module, which needs this package no more.
 
+    Warns:
+        UserWarning: names the layers that are left alone, and why: subclasses of FastSyncBatchNorm,
+            also those that a parametrization or FSDP2 has made.
+
     Example::
 
         >>> model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)))
         >>> type(revert_sync_batchnorm(model)[0]).__name__
         'BatchNorm1d'
     """
-    for layer in module.modules():
-        if isinstance(layer, FastSyncBatchNorm):
-            original, had_group, group = vars(layer).pop(_ORIGIN, (default, False, None))
-            layer.__class__ = original
-            if had_group:
-                layer.process_group = group
-            else:
-                del layer.process_group
+    left: list[str] = []
+    for name, layer in module.named_modules():
+        if not isinstance(layer, FastSyncBatchNorm):
+            continue
+        reason = _reason_to_leave(layer, (FastSyncBatchNorm,))
+        if reason is None:
+            _revert(layer, default)
+        else:
+            left.append(f"{name or 'the module'} ({reason})")
+    if left:
+        warnings.warn(f"revert_sync_batchnorm left alone: {', '.join(left)}", stacklevel=2)
     return module
+
+
+def _revert(layer: FastSyncBatchNorm, default: type[_BatchNorm]) -> None:
+    original, had_group, group = vars(layer).pop(_ORIGIN, (default, False, None))
+    layer.__class__ = original
+    if had_group:
+        layer.process_group = group
+    else:
+        del layer.process_group

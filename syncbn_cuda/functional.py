@@ -62,6 +62,12 @@ def sync_batch_norm(
         TypeError: a type is not supported.
 
     Note:
+        Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
+        ``mean / std`` of 1e5, in float64 as in float32. NaN or Inf in a channel makes the output of
+        that channel NaN, and its buffers NaN or Inf, as in BatchNorm. A rank without data takes part with an empty
+        batch, ``input[:0]``, whose output has to lead to its loss: ranks that skip a training
+        forward or backward leave the others waiting.
+
         Sums are accumulated in float32 shifted by the data (float64 for float64 input) and leave a
         rank as float64. One ``all_reduce`` of ``2C + 1`` doubles in forward and one of ``2C`` in
         backward; nothing is read back by the host, unless a rank holds at most one value a channel.

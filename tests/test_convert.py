@@ -153,12 +153,30 @@ def test_what_computes_something_of_its_own_is_left_and_named():
     with pytest.warns(UserWarning) as caught:
         convert_sync_batchnorm(net)
     (warning,) = caught
-    for name in ("sub (a subclass, WithRelu", "own (has a forward", "par (parametrized"):
+    for name in ("sub (a subclass, WithRelu", "own (has a forward", "par (parametrized, by"):
         assert name in str(warning.message)
     assert warning.filename == __file__
     for name in ("sub", "own", "par"):
         assert type(net[name]) is classes[name]
     assert type(net["plain"]) is FastSyncBatchNorm
+
+
+class Own(FastSyncBatchNorm):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+def test_reverting_leaves_and_names_what_it_would_break():
+    net = convert_sync_batchnorm(nn.ModuleDict({"par": nn.BatchNorm2d(3), "ok": nn.BatchNorm2d(3)}))
+    parametrize.register_parametrization(net["par"], "weight", nn.Softplus())
+    net["own"] = Own(3)
+    x = torch.randn(2, 3, 4, 4)
+    before = [layer.eval()(x) for layer in net.values()]
+    with pytest.warns(UserWarning, match=r"par \(parametrized, by.*own \(a subclass, Own"):
+        revert_sync_batchnorm(net)
+    for layer, y in zip(net.values(), before, strict=True):
+        torch.testing.assert_close(layer(x), y)
+    assert type(net["ok"]) is nn.BatchNorm2d and isinstance(net["par"], FastSyncBatchNorm)
 
 
 def test_a_lazy_layer_is_refused_before_anything_changes():

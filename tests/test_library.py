@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,20 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "_cpu.abi3.so does not load" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "_cpu.abi3.so does not load" in done.stderr
+    assert "file too short" in done.stderr or "invalid ELF" in done.stderr, "the cause is lost"
+    assert f"this is {torch.__version__}" in done.stderr
+
+
+def test_the_note_of_another_package_is_not_read(tmp_path, monkeypatch):
+    other = tmp_path / "_build_config.py"
+    other.write_text("CONFIG = {'cpu': True}")
+    spec = importlib.util.spec_from_file_location("syncbn_cuda._build_config", other)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    assert _library._read_config() == {}
 
 
 def test_build_info_says_what_is_loaded_and_why_not():
