@@ -69,8 +69,8 @@ Tensor batch_norm_elemt_running(const Tensor& input, const Tensor& stats,
   checks.expect(momentum.has_value() || num_batches_tracked.has_value(), "num_batches_tracked",
                 "given where momentum is None", "None");
   const Running running{
-      checks.channels(running_mean, "running_mean", layout.C, input),
-      checks.channels(running_var, "running_var", layout.C, input),
+      checks.buffer(running_mean, "running_mean", layout.C, input),
+      checks.buffer(running_var, "running_var", layout.C, input),
       checks.counter(num_batches_tracked, "num_batches_tracked", input),
       momentum.value_or(0),
       !momentum.has_value(),

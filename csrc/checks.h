@@ -105,7 +105,16 @@ class Checks {
     const ScalarType dtype = tensor->scalar_type();
     expect(dtype == ScalarType::Float || dtype == input.scalar_type(), argument,
            "float32 or of the input's dtype", torch::headeronly::toString(dtype));
-    return {tensor->mutable_data_ptr(), dtype};
+    // Not mutable_data_ptr: that would copy a parameter that shares its memory until written.
+    return {const_cast<void*>(tensor->const_data_ptr()), dtype};
+  }
+
+  // The same for a buffer that the operator writes.
+  ChannelVector buffer(const Tensor& tensor, const char* argument, int64_t C,
+                       const Tensor& input) const {
+    ChannelVector vector = channels(tensor, argument, C, input);
+    vector.data = tensor.mutable_data_ptr();
+    return vector;
   }
 
   int64_t* counter(const std::optional<Tensor>& tensor, const char* argument,

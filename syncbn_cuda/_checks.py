@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from syncbn_cuda._collective import serves
 
@@ -36,6 +38,8 @@ def check(
         ValueError: a shape or a device does not fit.
         TypeError: a type is not supported.
     """
+    if input.layout != torch.strided:
+        _fail(owner, f"expected a dense input, got one of layout {input.layout}", TypeError)
     shape = input.shape
     if len(shape) < 2:
         _fail(owner, f"expected at least 2D input (got {len(shape)}D input of shape {list(shape)})")
@@ -83,20 +87,28 @@ def lacks_float64(device: torch.device) -> bool:
 
 def check_training(
     input: Tensor,
-    running_mean: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
     momentum: float | None,
-    num_batches_tracked: Tensor | None,
+    eps: float,
     group: Any | None,
     owner: torch.nn.Module | None,
 ) -> None:
-    """Checks what only training needs.
+    """Checks what only training needs; ``buffers`` are running mean and variance and the counter.
 
     Raises:
-        ValueError: this process acts alone on a single value a channel; ``momentum=None`` comes
-            without a counter; or the group has no backend for the input's device.
+        ValueError: this process acts alone on a single value a channel; eps is not positive; a
+            buffer cannot be written in place; ``momentum=None`` comes without a counter; or the
+            group has no backend for the input's device.
+        RuntimeError: a tensor of inference mode is to be saved for backward or written outside.
     """
-    if running_mean is not None and momentum is None and num_batches_tracked is None:
-        _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
+    if not eps > 0:
+        _fail(owner, f"expected eps to be positive when training, got {eps}")
+    if buffers[0] is not None:
+        _check_buffers(input, buffers, momentum, owner)
+    if not torch.compiler.is_compiling():
+        _check_inference(input, (weight, bias), buffers, owner)
     if group is None:
         if input.numel() == input.shape[1]:
             _fail_single_value(input, owner)
@@ -112,6 +124,52 @@ def check_training(
             )
 
 
+def _check_buffers(
+    input: Tensor,
+    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
+    momentum: float | None,
+    owner: torch.nn.Module | None,
+) -> None:
+    for running, label in zip(buffers[:2], ("running_mean", "running_var"), strict=True):
+        if running is not None and not running.is_contiguous():
+            _fail(owner, f"expected {label} to be contiguous, got strides {running.stride()}")
+    counter = buffers[2]
+    if counter is None:
+        if momentum is None:
+            _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
+    elif (counter.dtype, counter.numel(), counter.device) != (torch.int64, 1, input.device):
+        _fail(
+            owner,
+            f"expected num_batches_tracked to be one int64 on {input.device}, got "
+            f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
+        )
+
+
+def _check_inference(
+    input: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    buffers: tuple[Tensor | None, ...],
+    owner: torch.nn.Module | None,
+) -> None:
+    """Raises now what autograd would raise after the collective, with the buffers moved."""
+    if torch.is_grad_enabled() and input.is_inference():
+        if any(p is not None and p.requires_grad for p in parameters):
+            _fail(
+                owner,
+                "inference tensors cannot be saved for backward: clone the input outside of "
+                "inference mode first",
+                RuntimeError,
+            )
+    if buffers[0] is not None and not torch.is_inference_mode_enabled():
+        if any(b is not None and b.is_inference() for b in buffers):
+            _fail(
+                owner,
+                "buffers made in inference mode cannot be updated outside of it: make the layer "
+                "outside, or copy it there",
+                RuntimeError,
+            )
+
+
 def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:
     """Checks the reduced count, on a rank that has at most one value a channel.
 
@@ -123,7 +181,7 @@ def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | No
     """
     if input.numel() > input.shape[1] or torch.compiler.is_compiling():
         return
-    if type(stats) is not Tensor or stats.device.type == "meta":
+    if isinstance(stats, (FakeTensor, FunctionalTensor)) or stats.device.type == "meta":
         return  # traced: no value to read
     if stats.is_cuda and torch.cuda.is_current_stream_capturing():
         return

@@ -8,6 +8,7 @@ under the same names.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 import warnings
@@ -182,7 +183,21 @@ def register_fakes(namespace: str) -> None:
     """Registers the fake (meta) kernels of all steps: shapes, types and strides without data."""
 
     def fake(step: str) -> Any:
-        return torch.library.register_fake(f"{namespace}::{step}")
+        register = torch.library.register_fake(f"{namespace}::{step}")
+
+        def with_check(kernel: Any) -> Any:
+            @functools.wraps(kernel)
+            def checked(*arguments: Any) -> Any:
+                # A single meta tensor among real ones brings a call here: its result would be
+                # memory that nobody wrote.
+                devices = {a.device for a in arguments if isinstance(a, Tensor)}
+                if len(devices) > 1:
+                    raise ValueError(f"{namespace}::{step}: expected one device, got {devices}")
+                return kernel(*arguments)
+
+            return register(checked)
+
+        return with_check
 
     @fake("batch_norm_stats")
     def stats(input: Tensor) -> Tensor:

@@ -64,9 +64,11 @@ def sync_batch_norm(
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
         ``mean / std`` of 1e5, in float64 as in float32. NaN or Inf in a channel makes the output of
-        that channel NaN, and its buffers NaN or Inf, as in BatchNorm. A rank without data takes part with an empty
-        batch, ``input[:0]``, whose output has to lead to its loss: ranks that skip a training
-        forward or backward leave the others waiting.
+        that channel NaN, and its buffers NaN or Inf, as in BatchNorm.
+
+        Every rank of the group has to run each training forward, and its backward if any does; one
+        without data takes part with an empty batch, ``input[:0]``, whose output leads to its loss.
+        ``create_graph=True`` has to be given on all ranks or on none.
 
         Sums are accumulated in float32 shifted by the data (float64 for float64 input) and leave a
         rank as float64. One ``all_reduce`` of ``2C + 1`` doubles in forward and one of ``2C`` in
@@ -117,7 +119,8 @@ def batch_norm(
     _checks.check(input, running_mean, running_var, weight, bias, owner)
     if not training:
         return _evaluate(input, running_mean, running_var, weight, bias, eps)
-    _checks.check_training(input, running_mean, momentum, num_batches_tracked, group, owner)
+    buffers = (running_mean, running_var, num_batches_tracked)
+    _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner)
     if _checks.lacks_float64(input.device):
         return _train_alone(
             input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
@@ -279,7 +282,11 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
         kernels = _composite
         stats = kernels.batch_norm_stats(input)
         if ctx.group is not None:
-            stats = AllReduce.apply(stats, ctx.group)
+            # Where the input needs no gradient too, so that this rank's second backward comes to
+            # the collective that a peer's waits in.
+            stats = AllReduce.apply(
+                stats if stats.requires_grad else stats.requires_grad_(), ctx.group
+            )
     else:
         grad_out = _like_input(grad_out, input)
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(

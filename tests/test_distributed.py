@@ -119,20 +119,25 @@ def test_when_every_rank_is_empty(shape):
         assert state["num_batches_tracked"] == 0
 
 
-def single_value(rank, counts):
+class Subclass(torch.Tensor):
+    """A tensor type of a user's own."""
+
+
+def single_value(rank, counts, kind=torch.Tensor):
     layer = FastSyncBatchNorm(CHANNELS)
     try:
-        layer(torch.randn(counts[rank], CHANNELS))
+        layer(torch.randn(counts[rank], CHANNELS).as_subclass(kind))
     except ValueError as error:
         return str(error), layer.num_batches_tracked.item()
     return None, layer.num_batches_tracked.item()
 
 
-def test_one_value_a_channel_in_the_whole_group_raises_on_every_rank():
-    for message, batches in run(2, single_value, (1, 0)):
+@pytest.mark.parametrize("kind", [torch.Tensor, Subclass])
+def test_one_value_a_channel_in_the_whole_group_raises_on_every_rank(kind):
+    for message, batches in run(2, single_value, (1, 0), kind):
         assert "FastSyncBatchNorm(5): expected more than 1 value per channel" in message
         assert "in the whole process group" in message and batches == 0
-    assert run(2, single_value, (1, 1)) == [(None, 1)] * 2
+    assert run(2, single_value, (1, 1), kind) == [(None, 1)] * 2
 
 
 def gradcheck_rank(rank, counts):
@@ -178,6 +183,18 @@ def gradcheck_rank(rank, counts):
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3), (0, 2)], ids=str)
 def test_gradcheck_over_ranks(counts):
     assert max(run(2, gradcheck_rank, counts)) < 1e-6
+
+
+def uneven_penalty_rank(rank):
+    x = random((4, CHANNELS, 2), torch.float64).requires_grad_(rank == 0)
+    layer = FastSyncBatchNorm(CHANNELS, dtype=torch.float64)
+    (g,) = torch.autograd.grad(layer(x).pow(3).sum(), layer.weight, create_graph=True)
+    g.pow(2).sum().backward()
+    return x.grad is None
+
+
+def test_a_second_backward_does_not_hang_where_ranks_need_different_gradients():
+    assert run(2, uneven_penalty_rank) == [False, True]
 
 
 def penalty_rank(rank, pieces):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from syncbn_cuda import FastSyncBatchNorm
+from syncbn_cuda import FastSyncBatchNorm, functional
 from syncbn_cuda.functional import sync_batch_norm
 
 CASES = {
@@ -106,3 +106,49 @@ def test_a_batch_norm_2d_refuses_what_it_refused_after_a_round_trip():
     layer = revert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(3)))
     with pytest.raises(ValueError, match="expected 4D input"):
         layer(torch.randn(2, 3, 4))
+
+
+UNWRITABLE = {
+    "running_mean": (torch.zeros(6)[::2], "expected running_mean to be contiguous"),
+    "running_var": (torch.ones(6)[::2], "expected running_var to be contiguous"),
+    "num_batches_tracked": (torch.tensor(0.0), "to be one int64 on cpu, got .* of torch.float32"),
+    "num_batches_tracked ": (torch.zeros(2, dtype=torch.int64), r"got \[2\] of torch.int64"),
+    "num_batches_tracked  ": (torch.tensor(0, device="meta"), "got .* on meta"),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_buffers_that_cannot_be_written_are_refused_before_anything_happens(monkeypatch, name):
+    buffer, message = UNWRITABLE[name]
+    layer = FastSyncBatchNorm(3)
+    setattr(layer, name.strip(), buffer)
+    monkeypatch.setattr(functional, "kernels_for", lambda device: pytest.fail("reached a kernel"))
+    with pytest.raises(ValueError, match=r"FastSyncBatchNorm\(3\): .*" + message):
+        layer(torch.randn(4, 3, 5))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
+def test_eps_is_positive(eps):
+    with pytest.raises(ValueError, match="expected eps to be positive"):
+        FastSyncBatchNorm(3, eps=eps)(torch.randn(4, 3))
+
+
+def test_tensors_of_inference_mode_are_refused_before_buffers_move():
+    layer = FastSyncBatchNorm(3)
+    with torch.inference_mode():
+        x = torch.randn(4, 3, 5)
+        made_inside = FastSyncBatchNorm(3)
+        made_inside(x)
+    with pytest.raises(RuntimeError, match="cannot be saved for backward"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="made in inference mode"):
+        made_inside(torch.randn(4, 3, 5))
+    assert layer.num_batches_tracked == 0 and made_inside.num_batches_tracked == 1
+    with torch.no_grad():
+        layer(x)
+    assert layer.num_batches_tracked == 1
+
+
+def test_a_sparse_input_is_named():
+    with pytest.raises(TypeError, match=r"FastSyncBatchNorm\(3\): expected a dense input"):
+        FastSyncBatchNorm(3)(torch.randn(4, 3).to_sparse())

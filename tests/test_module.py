@@ -249,7 +249,7 @@ def test_a_device_without_float64_serves_one_process(monkeypatch, momentum):
     for key, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[key], value)
     with pytest.raises(ValueError, match="expected input on a device with float64"):
-        _checks.check_training(x, None, 0.1, None, object(), ours)
+        _checks.check_training(x, None, None, (None,) * 3, 0.1, 1e-5, object(), ours)
 
 
 @pytest.mark.parametrize("step", ["batch_norm_stats", "batch_norm_backward_reduce"])

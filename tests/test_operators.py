@@ -234,6 +234,7 @@ def test_wrong_arguments_raise_before_memory_is_touched(step):
             getattr(COMPILED, step)(*good[:position], wrong, *good[position + 1 :])
     for index, argument in enumerate(good):
         if isinstance(argument, torch.Tensor) and argument.dim() == 1:
-            for wrong in (argument[:-1], argument.long(), argument.repeat(2)[::2]):
+            others = (argument[:-1], argument.long(), argument.repeat(2)[::2], argument.to("meta"))
+            for wrong in others:
                 with pytest.raises(ValueError, match=f"{step}: expected"):
                     getattr(COMPILED, step)(*good[:index], wrong, *good[index + 1 :])
