@@ -1,7 +1,8 @@
 # The vocabulary of the project: make demo | test | lint | format | bench | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
-# PYTEST_ARGS, BENCH_ARGS, and those of the build (setup.py).
+# PYTEST_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST is unset, the
+# environment's own build is for this machine's GPUs, or without one for a single architecture.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,10 +10,12 @@ TORCH ?= torch>=2.10
 NPROC ?= 4
 
 BIN := $(VENV)/bin
+GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)
+ARCHS := $(or $(TORCH_CUDA_ARCH_LIST),$(GPU_ARCHS),8.0+PTX)
 # Named after what they depend on besides files, so that a change of it is seen.
 TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell echo '$(TORCH)' | cksum))
 PACKAGE_STAMP := $(VENV)/.package-$(firstword \
-  $(shell echo '$(SYNCBN_CUDA) $(CUDA_HOME) $(TORCH_CUDA_ARCH_LIST)' | cksum))
+  $(shell echo '$(SYNCBN_CUDA) $(CUDA_HOME) $(ARCHS)' | cksum))
 DEV_STAMP := $(VENV)/.dev
 
 # The package's .py files are missing here as an editable install reads them in place.
@@ -63,8 +66,11 @@ $(TORCH_STAMP): | $(BIN)/python
 	$(BIN)/pip install $(foreach spec,$(TORCH),'$(spec)') 'setuptools>=77' wheel ninja
 	touch $@
 
+$(PACKAGE_STAMP) $(DEV_STAMP): export TORCH_CUDA_ARCH_LIST := $(ARCHS)
+
 $(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_SOURCES)
 	rm -f $(VENV)/.package-*
+	@echo 'Building both libraries, for GPUs of $(ARCHS): a minute or two on two cores'
 	$(BIN)/pip install --no-build-isolation --editable '.[test,demo]'
 	touch $@
 

@@ -154,7 +154,7 @@ def _draw_curves(figure: Any, runs: Runs, names: dict[str, str]) -> None:
     styles = {"c": {"lw": 5.0}, "a": {"lw": 1.6}, "b": {"lw": 1.6}}
     for arm, style in styles.items():
         losses = np.mean([run.losses for run in runs[arm]], axis=0)
-        smooth = min(SMOOTH, len(losses))
+        smooth = max(1, min(SMOOTH, len(losses) // 3))
         losses = np.convolve(losses, np.ones(smooth) / smooth, mode="valid")
         steps = np.arange(smooth, smooth + len(losses))
         loss_axes.plot(steps, losses, color=ARM_COLORS[arm], label=names[arm], **style)

@@ -59,11 +59,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("digits_segmentation.png"),
-        help="the figure; the numbers go beside it, as .json",
+        help="the figure (default: digits_segmentation.png, with --quick digits_quick.png); the "
+        "numbers go beside it, as .json",
     )
     parser.add_argument("--quick", action="store_true", help="one seed, six steps: does it run?")
     args = parser.parse_args()
+    if args.out is None:
+        args.out = Path("digits_quick.png" if args.quick else "digits_segmentation.png")
     if args.out.suffix != ".png":
         parser.error(f"--out: expected a name that ends in .png, got {args.out}")
     if not args.out.absolute().parent.is_dir():
@@ -210,6 +212,11 @@ def main() -> None:
             draw_figure(args.out, runs, names, *(drawn.cpu() for drawn in test))
             numbers = args.out.with_suffix(".json")
             write_numbers(numbers, runs, names, ranks=ranks, device=device.type, **vars(args))
+            if device.type == "cpu":
+                print(
+                    "ms a step: every layer of (b) waits for all ranks, so where ranks share cores "
+                    "it\nwaits for turns on them. With a GPU for each rank there is no such queue."
+                )
             print(f"\nFigure: {args.out.absolute()}\nNumbers: {numbers.absolute()}")
 
 
