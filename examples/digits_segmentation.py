@@ -54,7 +54,7 @@ def positive(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=positive, default=3, help="how many runs of each kind")
-    parser.add_argument("--steps", type=positive, default=300, help="training steps of a run")
+    parser.add_argument("--steps", type=positive, default=250, help="training steps of a run")
     parser.add_argument("--images-per-rank", type=positive, default=2)
     parser.add_argument(
         "--out",
