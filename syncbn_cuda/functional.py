@@ -11,6 +11,7 @@ from torch import Tensor
 from syncbn_cuda import _checks, _composite
 from syncbn_cuda._collective import AllReduce, all_reduce, resolve_group
 from syncbn_cuda._library import kernels_for
+from syncbn_cuda._tensors import allocate_again, dense, like_input, mark_changed
 
 
 def sync_batch_norm(
@@ -127,7 +128,7 @@ def batch_norm(
         )
     try:
         return _SyncBatchNorm.apply(
-            _dense(input),
+            dense(input),
             weight if weight is None else weight.contiguous(),
             bias if bias is None else bias.contiguous(),
             running_mean,
@@ -139,16 +140,8 @@ def batch_norm(
             owner,
         )
     except RuntimeError:
-        _allocate_again(input)
+        allocate_again(input)
         raise
-
-
-def _allocate_again(input: Tensor) -> None:
-    """Repeats the allocation of an output, so that torch raises its own OutOfMemoryError.
-
-    Inside a compiled operator that error arrives as a bare RuntimeError, as all errors do.
-    """
-    torch.empty_like(input)
 
 
 def _train_alone(
@@ -188,31 +181,6 @@ def _evaluate(
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         vectors = tuple(v if v is None else v.to(wide) for v in vectors)  # type: ignore[assignment]
     return F.batch_norm(input, *vectors, False, 0.0, eps)  # type: ignore[arg-type]
-
-
-def _dense(input: Tensor) -> Tensor:
-    """Returns the input in a layout that the kernels walk, copied only where it has none."""
-    if input.is_contiguous() or input.movedim(1, -1).is_contiguous():
-        return input
-    # Of a slice, the copy keeps the order of the dimensions: channels-last stays channels-last.
-    if input.stride(1) == min(input.stride()):
-        return input.movedim(1, -1).contiguous().movedim(-1, 1)
-    return input.contiguous()
-
-
-def _mark_changed(*buffers: Tensor | None) -> None:
-    """Tells autograd that a kernel wrote buffers: an operator's own schema does not do so."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(
-            [b for b in buffers if b is not None and not b.is_inference()]
-        )
-
-
-def _like_input(grad_out: Tensor, input: Tensor) -> Tensor:
-    """Returns a gradient in the memory layout of the input, copied only where it has another."""
-    if grad_out.stride() == input.stride():
-        return grad_out
-    return torch.empty_like(input).copy_(grad_out)
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -258,7 +226,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             num_batches_tracked,
             momentum,
         )
-        _mark_changed(running_mean, running_var, num_batches_tracked)
+        mark_changed(running_mean, running_var, num_batches_tracked)
         return output
 
     @staticmethod
@@ -266,7 +234,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         try:
             return (*_gradients(ctx, grads[0]), *(None,) * 7)
         except RuntimeError:
-            _allocate_again(grads[0])
+            allocate_again(grads[0])
             raise
 
 
@@ -288,7 +256,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
                 stats if stats.requires_grad else stats.requires_grad_(), ctx.group
             )
     else:
-        grad_out = _like_input(grad_out, input)
+        grad_out = like_input(grad_out, input)
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(
         grad_out,
         input,

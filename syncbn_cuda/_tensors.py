@@ -1,0 +1,39 @@
+"""What the autograd functions do to tensors around the kernels: layout, versions, allocation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dense(input: Tensor) -> Tensor:
+    """Returns the input in a layout that the kernels walk, copied only where it has none."""
+    if input.is_contiguous() or input.movedim(1, -1).is_contiguous():
+        return input
+    # Of a slice, the copy keeps the order of the dimensions: channels-last stays channels-last.
+    if input.stride(1) == min(input.stride()):
+        return input.movedim(1, -1).contiguous().movedim(-1, 1)
+    return input.contiguous()
+
+
+def like_input(grad_out: Tensor, input: Tensor) -> Tensor:
+    """Returns a gradient in the memory layout of the input, copied only where it has another."""
+    if grad_out.stride() == input.stride():
+        return grad_out
+    return torch.empty_like(input).copy_(grad_out)
+
+
+def mark_changed(*buffers: Tensor | None) -> None:
+    """Tells autograd that a kernel wrote buffers: an operator's own schema does not do so."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(
+            [b for b in buffers if b is not None and not b.is_inference()]
+        )
+
+
+def allocate_again(input: Tensor) -> None:
+    """Repeats the allocation of an output, so that torch raises its own OutOfMemoryError.
+
+    Inside a compiled operator that error arrives as a bare RuntimeError, as all errors do.
+    """
+    torch.empty_like(input)
