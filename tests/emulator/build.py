@@ -73,7 +73,7 @@ def load() -> ModuleType:
                 )
             built = str(Path(scratch) / target.name)
             _run([*command, "-shared", *objects, "-o", built])
-            os.replace(built, target)  # at once, as another session may be building too
+            os.replace(built, target)  # at once, as another process may be building too
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)
     assert spec is not None
