@@ -10,7 +10,9 @@ TORCH ?= torch>=2.10
 NPROC ?= 4
 
 BIN := $(VENV)/bin
-GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)
+# Asked only where it counts; nvidia-smi without a driver answers in words, which are no architecture.
+GPU_ARCHS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+  | grep -x '[0-9][0-9.]*' | sort -u)
 ARCHS := $(or $(TORCH_CUDA_ARCH_LIST),$(GPU_ARCHS),8.0+PTX)
 # Named after what they depend on besides files, so that a change of it is seen.
 TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell echo '$(TORCH)' | cksum))

@@ -108,7 +108,7 @@ def check_training(
     if buffers[0] is not None:
         _check_buffers(input, buffers, momentum, owner)
     if not torch.compiler.is_compiling():
-        _check_inference(input, (weight, bias), buffers, owner)
+        _check_inference(input, weight, bias, buffers, owner)
     if group is None:
         if input.numel() == input.shape[1]:
             _fail_single_value(input, owner)
@@ -147,25 +147,27 @@ def _check_buffers(
 
 def _check_inference(
     input: Tensor,
-    parameters: tuple[Tensor | None, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
     buffers: tuple[Tensor | None, ...],
     owner: torch.nn.Module | None,
 ) -> None:
     """Raises now what autograd would raise after the collective, with the buffers moved."""
-    if torch.is_grad_enabled() and input.is_inference():
-        if any(p is not None and p.requires_grad for p in parameters):
-            _fail(
-                owner,
-                "inference tensors cannot be saved for backward: clone the input outside of "
-                "inference mode first",
-                RuntimeError,
-            )
     if buffers[0] is not None and not torch.is_inference_mode_enabled():
         if any(b is not None and b.is_inference() for b in buffers):
             _fail(
                 owner,
                 "buffers made in inference mode cannot be updated outside of it: make the layer "
                 "outside, or copy it there",
+                RuntimeError,
+            )
+    saved = input.is_inference() or (weight is not None and weight.is_inference())
+    if saved and torch.is_grad_enabled():
+        if any(t is not None and t.requires_grad for t in (input, weight, bias)):
+            _fail(
+                owner,
+                "inference tensors cannot be saved for backward: clone input and weight outside "
+                "of inference mode first",
                 RuntimeError,
             )
 

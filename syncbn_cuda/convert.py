@@ -48,28 +48,31 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
         >>> model[1]
         FastSyncBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, ...track_running_stats=True)
     """
-    layers: list[_BatchNorm] = []
-    left: list[str] = []
-    for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm) or isinstance(layer, FastSyncBatchNorm):
-            continue
+    found = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, FastSyncBatchNorm)
+    }
+    for name, layer in found.items():
         if isinstance(layer, _LazyNormBase):
             raise ValueError(
                 f"convert_sync_batchnorm: expected {name or 'the module'} to know its number of "
                 f"channels, got {type(layer).__name__}: run one batch through the model first"
             )
-        reason = _reason_to_leave(layer, _CONVERTED)
-        if reason is None:
-            layers.append(layer)
-        else:
-            left.append(f"{name or 'the module'} ({reason})")
-    for layer in layers:
+    for layer in _swappable(found, _CONVERTED, "convert_sync_batchnorm left alone, unsynchronised"):
         _convert(layer, process_group)
-    if left:
-        warnings.warn(
-            f"convert_sync_batchnorm left alone, unsynchronised: {', '.join(left)}", stacklevel=2
-        )
     return module
+
+
+def _swappable(
+    found: dict[str, _BatchNorm], swapped: tuple[type, ...], left_alone: str
+) -> list[_BatchNorm]:
+    """Returns the layers whose class may be swapped, and warns of the others by name."""
+    reasons = {name: _reason_to_leave(layer, swapped) for name, layer in found.items()}
+    left = [f"{name or 'the module'} ({reason})" for name, reason in reasons.items() if reason]
+    if left:
+        warnings.warn(f"{left_alone}: {', '.join(left)}", stacklevel=3)
+    return [layer for name, layer in found.items() if reasons[name] is None]
 
 
 def _reason_to_leave(layer: _BatchNorm, swapped: tuple[type, ...]) -> str | None:
@@ -112,21 +115,17 @@ def revert_sync_batchnorm(
         >>> type(revert_sync_batchnorm(model)[0]).__name__
         'BatchNorm1d'
     """
-    left: list[str] = []
-    for name, layer in module.named_modules():
-        if not isinstance(layer, FastSyncBatchNorm):
-            continue
-        reason = _reason_to_leave(layer, (FastSyncBatchNorm,))
-        if reason is None:
-            _revert(layer, default)
-        else:
-            left.append(f"{name or 'the module'} ({reason})")
-    if left:
-        warnings.warn(f"revert_sync_batchnorm left alone: {', '.join(left)}", stacklevel=2)
+    found: dict[str, _BatchNorm] = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, FastSyncBatchNorm)
+    }
+    for layer in _swappable(found, (FastSyncBatchNorm,), "revert_sync_batchnorm left alone"):
+        _revert(layer, default)
     return module
 
 
-def _revert(layer: FastSyncBatchNorm, default: type[_BatchNorm]) -> None:
+def _revert(layer: _BatchNorm, default: type[_BatchNorm]) -> None:
     original, had_group, group = vars(layer).pop(_ORIGIN, (default, False, None))
     layer.__class__ = original
     if had_group:

@@ -252,9 +252,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
         if ctx.group is not None:
             # Where the input needs no gradient too, so that this rank's second backward comes to
             # the collective that a peer's waits in.
-            stats = AllReduce.apply(
-                stats if stats.requires_grad else stats.requires_grad_(), ctx.group
-            )
+            stats = AllReduce.apply(stats.requires_grad_(), ctx.group)
     else:
         grad_out = like_input(grad_out, input)
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(

@@ -133,7 +133,7 @@ def test_eps_is_positive(eps):
         FastSyncBatchNorm(3, eps=eps)(torch.randn(4, 3))
 
 
-def test_tensors_of_inference_mode_are_refused_before_buffers_move():
+def test_tensors_of_inference_mode_are_refused_before_buffers_move(monkeypatch):
     layer = FastSyncBatchNorm(3)
     with torch.inference_mode():
         x = torch.randn(4, 3, 5)
@@ -143,6 +143,11 @@ def test_tensors_of_inference_mode_are_refused_before_buffers_move():
         layer(x)
     with pytest.raises(RuntimeError, match="made in inference mode"):
         made_inside(torch.randn(4, 3, 5))
+    made_inside.track_running_stats = False  # then it is the weight that cannot be saved
+    monkeypatch.setattr(functional, "kernels_for", lambda device: pytest.fail("reached a kernel"))
+    with pytest.raises(RuntimeError, match="clone input and weight"):
+        made_inside(torch.randn(4, 3, 5))
+    monkeypatch.undo()
     assert layer.num_batches_tracked == 0 and made_inside.num_batches_tracked == 1
     with torch.no_grad():
         layer(x)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from toolkits import ROOT
 
 import syncbn_cuda
 
-ROOT = Path(__file__).resolve().parent.parent
 DEMO = "examples/digits_segmentation.py"
 LIMIT_S = 400  # on a busy machine; a tenth of it on an idle one
 
