@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-import numpy  # noqa: F401  the tests fail, not skip, without it
-import pybind11  # noqa: F401  likewise: it binds the kernel emulator
+import distributed
 import pytest
 import torch
 from toolkits import ROOT
@@ -28,6 +27,12 @@ def support(monkeypatch):
         pytest.skip("needs a checkout: setup.py is not part of an installed wheel")
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module("build_support")
+
+
+@pytest.fixture
+def run():
+    """Starts ranks (distributed.py): here over Gloo, with tensors on the CPU."""
+    return distributed.run
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Starts ranks for a test: ``run(world_size, function, *args)`` calls function(rank, *args).
 
 The ranks are processes with a process group; what they return comes back as a list by rank. A rank
-that raises, or that is not done in time (a hang), fails the test with every rank's traceback.
+that raises, or that is not done in time (a hang), fails the test with every rank's traceback. Tests
+take ``run`` as a fixture, so that the same test also runs over another backend or device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._pytree import tree_map_only
 
 TIMEOUT = 120.0
 
@@ -27,12 +29,17 @@ def _rank_main(
     world_size: int,
     backend: str,
     store: str,
+    setup: Callable[[int], object] | None,
     results: Any,
     function: Callable,
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
+        if setup is not None:
+            setup(rank)
+        device = torch.get_default_device()
+        args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), args)
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",
@@ -48,9 +55,18 @@ def _rank_main(
 
 
 def run(
-    world_size: int, function: Callable, *args: Any, backend: str = "gloo", timeout: float = TIMEOUT
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    backend: str = "gloo",
+    setup: Callable[[int], object] | None = None,
+    timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Runs a module-level function on every rank; returns what they return, by rank."""
+    """Runs a module-level function on every rank; returns what they return, by rank.
+
+    ``setup(rank)`` comes first on each rank, even before the process group. If it sets a default
+    device, tensors among the arguments arrive there.
+    """
     # Forks of a server that has imported what ranks need and run nothing: quick, and free of the
     # CUDA context and the autograd threads that this process may have by now.
     context = mp.get_context("forkserver")
@@ -61,7 +77,7 @@ def run(
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, backend, store, results, function, args),
+                args=(rank, world_size, backend, store, setup, results, function, args),
                 daemon=True,
             )
             for rank in range(world_size)

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from distributed import run
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -236,7 +235,7 @@ def groups_rank(rank):
     return kept, given, "process_group" in vars(net.stem[1]), net.synced.process_group
 
 
-def test_the_group_reaches_every_layer():
+def test_the_group_reaches_every_layer(run):
     assert run(2, groups_rank) == [(True, True, False, None)] * 2
 
 

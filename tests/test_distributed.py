@@ -7,7 +7,6 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from distributed import run
 from inputs import DTYPES, LAYOUTS, assert_close, numpy, random
 from torch import nn
 
@@ -62,7 +61,7 @@ def assert_is_global(ranks, pieces, dtype):
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("counts", SPLITS, ids=str)
-def test_ranks_are_one_batch(counts, affine):
+def test_ranks_are_one_batch(run, counts, affine):
     pieces = shards(counts)
     ranks = run(len(counts), train_rank, pieces, "contiguous", affine)
     assert_is_global(ranks, pieces, torch.float32)
@@ -70,7 +69,7 @@ def test_ranks_are_one_batch(counts, affine):
 
 @pytest.mark.parametrize("layout", ["channels_last", "permuted"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ranks_are_one_batch_in_every_type(dtype, layout):
+def test_ranks_are_one_batch_in_every_type(run, dtype, layout):
     pieces = shards((3, 1), dtype)
     assert_is_global(run(2, train_rank, pieces, layout, True), pieces, dtype)
 
@@ -84,7 +83,7 @@ def train_sizes(rank):
     return numpy(x), numpy(dy), numpy(x.grad), numpy(layer.running_mean), numpy(layer.running_var)
 
 
-def test_image_sizes_may_differ_between_ranks():
+def test_image_sizes_may_differ_between_ranks(run):
     first, second = run(2, train_sizes)
     flat = [
         np.concatenate([np.moveaxis(a[i], 1, 0).reshape(3, -1) for a in (first, second)], axis=1).T
@@ -112,7 +111,7 @@ def train_empty(rank, shape):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 5, 4, 4), (3, 5, 0, 0)], ids=str)
-def test_when_every_rank_is_empty(shape):
+def test_when_every_rank_is_empty(run, shape):
     for shapes_fit, grads, state in run(2, train_empty, shape):
         assert shapes_fit and not np.any(grads)
         assert not state["running_mean"].any() and (state["running_var"] == 1).all()
@@ -133,7 +132,7 @@ def single_value(rank, counts, kind=torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Subclass])
-def test_one_value_a_channel_in_the_whole_group_raises_on_every_rank(kind):
+def test_one_value_a_channel_in_the_whole_group_raises_on_every_rank(run, kind):
     for message, batches in run(2, single_value, (1, 0), kind):
         assert "FastSyncBatchNorm(5): expected more than 1 value per channel" in message
         assert "in the whole process group" in message and batches == 0
@@ -181,7 +180,7 @@ def gradcheck_rank(rank, counts):
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3), (0, 2)], ids=str)
-def test_gradcheck_over_ranks(counts):
+def test_gradcheck_over_ranks(run, counts):
     assert max(run(2, gradcheck_rank, counts)) < 1e-6
 
 
@@ -193,7 +192,7 @@ def uneven_penalty_rank(rank):
     return x.grad is None
 
 
-def test_a_second_backward_does_not_hang_where_ranks_need_different_gradients():
+def test_a_second_backward_does_not_hang_where_ranks_need_different_gradients(run):
     assert run(2, uneven_penalty_rank) == [False, True]
 
 
@@ -205,7 +204,7 @@ def penalty_rank(rank, pieces):
     return numpy(x.grad)
 
 
-def test_the_second_derivative_crosses_ranks():
+def test_the_second_derivative_crosses_ranks(run):
     pieces = [x for x, _ in shards((3, 2), torch.float64)]
     x = torch.cat(pieces).requires_grad_()
     y = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(x)

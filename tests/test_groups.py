@@ -9,7 +9,6 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from distributed import run
 from inputs import assert_close, numpy, random
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +34,7 @@ def group_rank(rank):
     return numpy(y), numpy(layer.running_mean), elapsed
 
 
-def test_groups_talk_among_themselves():
+def test_groups_talk_among_themselves(run):
     ranks = run(4, group_rank)
     for pair in (ranks[:2], ranks[2:]):
         together = np.concatenate([y for y, _, _ in pair])
@@ -56,7 +55,7 @@ def alone_rank(rank):
     return time.monotonic() - start < 1
 
 
-def test_evaluation_makes_no_collective():
+def test_evaluation_makes_no_collective(run):
     assert run(2, alone_rank) == [True, True]
 
 
@@ -68,7 +67,7 @@ def uneven_rank(rank):
     return x.grad is None, layer.weight.grad is None, layer.bias.grad is not None
 
 
-def test_ranks_that_need_different_gradients_do_not_hang():
+def test_ranks_that_need_different_gradients_do_not_hang(run):
     assert run(2, uneven_rank) == [(False, False, True), (True, True, True)]
 
 
@@ -93,7 +92,7 @@ def count_rank(rank):
     return calls
 
 
-def test_one_collective_each_way():
+def test_one_collective_each_way(run):
     assert run(2, count_rank) == [[2 * CHANNELS + 1, 2 * CHANNELS]] * 2
 
 
@@ -127,7 +126,7 @@ def ddp_rank(rank, x, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_ddp_trains_as_one_process_does(compiled):
+def test_ddp_trains_as_one_process_does(run, compiled):
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     net = Net().double()
     train_net(net, x)
@@ -144,7 +143,7 @@ def empty_roi_rank(rank):
     return all(p.grad is not None for p in net.parameters())
 
 
-def test_an_empty_head_under_ddp():
+def test_an_empty_head_under_ddp(run):
     assert run(2, empty_roi_rank) == [True, True]
 
 
@@ -160,7 +159,7 @@ def lifecycle_rank(rank):
     return not torch.equal(together, alone)
 
 
-def test_the_group_is_looked_up_at_each_forward():
+def test_the_group_is_looked_up_at_each_forward(run):
     assert run(2, lifecycle_rank) == [True, True]
 
 
@@ -185,7 +184,7 @@ def unserved_rank(rank):
     return str(raised.value), layer.num_batches_tracked.item()
 
 
-def test_a_model_never_moved_to_the_gpu_is_told_so():
+def test_a_model_never_moved_to_the_gpu_is_told_so(run):
     (message, batches), *_ = run(1, unserved_rank)
     for word in ("FastSyncBatchNorm(5)", "cpu", "nccl", "cuda()"):
         assert word in message
