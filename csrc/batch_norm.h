@@ -17,6 +17,7 @@
 
 #include "arguments.h"
 #include "checks.h"
+#include "namespace.h"
 
 namespace syncbn {
 

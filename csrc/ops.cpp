@@ -1,8 +1,10 @@
 // The schemas of all operators; the kernels register themselves per device (cpu/, cuda/). What each
 // step reads and writes: batch_norm.h. The functions that call them: syncbn_cuda/functional.py.
+#include "namespace.h"
+
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(syncbn_cuda, m) {
+STABLE_TORCH_LIBRARY(SYNCBN_NAMESPACE, m) {
   m.def("batch_norm_stats(Tensor input) -> Tensor");
   m.def(
       "batch_norm_elemt(Tensor input, Tensor stats, Tensor? weight, Tensor? bias, float eps)"

@@ -10,6 +10,7 @@ import torch
 from toolkits import ROOT
 
 import syncbn_cuda
+from syncbn_cuda import _library
 
 
 def pytest_report_header() -> str:
@@ -27,6 +28,14 @@ def support(monkeypatch):
         pytest.skip("needs a checkout: setup.py is not part of an installed wheel")
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module("build_support")
+
+
+@pytest.fixture
+def compiled():
+    """The compiled operators."""
+    operators = _library._available.compiled
+    assert operators is not None, syncbn_cuda.build_info()
+    return operators
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ def emulator():
 # Aligned; misaligned alike (for contiguous rows still full packs); not alike (single values).
 OFFSETS = [(0, 0, 0), (1, 1, 1), (1, 0, 3)]
 
+SCHEDULES = 24
+
 every_case = pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(tuple(layout)))
@@ -151,14 +153,26 @@ def test_an_outlier_or_a_nan_stays_in_its_channel(emulator, layout):
     assert np.isnan(stats[7]) and not np.isfinite(stats[8])
 
 
-@pytest.mark.parametrize("layout", [CONTIGUOUS[7], CHANNELS_LAST[8], CHANNELS_LAST[9]], ids=str)
-def test_every_schedule_gives_the_same_bits(emulator, layout):
+# One block a channel; several, that meet in one place; in two; and the same for channels-last.
+@pytest.mark.parametrize(
+    "layout", [CONTIGUOUS[4], *CONTIGUOUS[7:], *CHANNELS_LAST[6:7], *CHANNELS_LAST[8:]], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_every_schedule_gives_the_same_bits(emulator, layout, dtype):
     results = []
-    for seed, blocks_alive in ((1, 1), (2, 3), (3, 8), (3, 8)):
-        run = Run(emulator, layout, torch.float16, seed=seed, blocks_alive=blocks_alive)
-        results.append(np.concatenate([run.stats(), run.backward_reduce()[0], run.elemt().ravel()]))
+    for seed in range(SCHEDULES):
+        run = Run(emulator, layout, dtype, seed=seed, blocks_alive=1 + seed % 8)
+        running = [Guarded(v.float(), 0) for v in (run.bias, run.weight)]
+        counter = np.array([3])
+        buffers = {"running_mean": running[0].array, "running_var": running[1].array}
+        y = run.elemt(**buffers, num_batches_tracked=counter, momentum=None)
+        sums, grad_weight, grad_bias = run.backward_reduce(torch.float32, dtype)
+        dx = run.backward_elemt(2 * sums)
+        results.append([run.stats(), y, *(r.read() for r in running), counter])
+        results[-1] += [sums, grad_weight, grad_bias, dx]
     for other in results[1:]:
-        np.testing.assert_array_equal(results[0], other)
+        for first, value in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(first, value)
 
 
 def test_the_cases_reach_every_branch_of_the_plan(emulator):

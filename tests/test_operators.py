@@ -11,19 +11,13 @@ from inputs import DENSE, DTYPES, SHAPES, assert_close, numpy, random
 from syncbn_cuda import _composite, _library
 
 EPS = 1e-5
-COMPILED = _library._available.compiled
 
 pytestmark = pytest.mark.usefixtures("uninitialized_is_nan")
 
 
-def test_the_compiled_operators_are_here():
-    """Without them the rest of this file would test the torch operations alone."""
-    assert COMPILED is not None, _library.build_info()
-
-
 @pytest.fixture(params=["compiled", "composite"])
-def kernels(request):
-    return COMPILED if request.param == "compiled" else _composite
+def kernels(request, compiled):
+    return compiled if request.param == "compiled" else _composite
 
 
 def vectors(dtype, count, channels):
@@ -150,9 +144,9 @@ def test_when_all_ranks_are_empty_the_buffers_stay(kernels):
 @pytest.mark.parametrize("ratio", [1e1, 1e3, 1e5])
 @pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_large_mean_cancels_nothing(dtype, layout, ratio):
+def test_a_large_mean_cancels_nothing(compiled, dtype, layout, ratio):
     x = DENSE[layout](random((4, 5, 33, 31), dtype, mean=ratio))
-    y = COMPILED.batch_norm_elemt(x, COMPILED.batch_norm_stats(x), None, None, EPS)
+    y = compiled.batch_norm_elemt(x, compiled.batch_norm_stats(x), None, None, EPS)
     expected = reference.forward(numpy(x), eps=EPS).output
     # The message loses about 2^-52 mean^2 of the variance.
     lost = 2.0**-52 * ratio**2 * float(np.abs(expected).max())
@@ -160,33 +154,33 @@ def test_a_large_mean_cancels_nothing(dtype, layout, ratio):
 
 
 @pytest.mark.parametrize("layout", DENSE)
-def test_an_outlier_or_a_nan_stays_in_its_channel(layout):
+def test_an_outlier_or_a_nan_stays_in_its_channel(compiled, layout):
     x = random((4, 5, 33, 31))
-    clean = COMPILED.batch_norm_stats(DENSE[layout](x))
+    clean = compiled.batch_norm_stats(DENSE[layout](x))
     x[0, 1, 0, 0], x[0, 2, 0, 0], x[1, 3, 2, 2] = 1e15, torch.nan, torch.inf
-    stats = COMPILED.batch_norm_stats(DENSE[layout](x))
+    stats = compiled.batch_norm_stats(DENSE[layout](x))
     untouched = torch.tensor([0, 4])
     for offset in (0, 5):
         assert torch.equal(stats[offset + untouched], clean[offset + untouched])
     # The outlier is the channel's first value, and so a pivot. It is 64 std away from the mean.
     expected = reference.forward(numpy(x[:, 1:2]), eps=EPS).output
-    y = COMPILED.batch_norm_elemt(DENSE[layout](x), stats, None, None, EPS)
+    y = compiled.batch_norm_elemt(DENSE[layout](x), stats, None, None, EPS)
     assert_close(y[:, 1:2], expected, torch.float32)
     assert stats[7].isnan() and not stats[8].isfinite()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", DENSE)
-def test_any_number_of_threads_gives_the_same_bits(dtype, layout):
+def test_any_number_of_threads_gives_the_same_bits(compiled, dtype, layout):
     x = DENSE[layout](random((8, 24, 33, 31), dtype))
     dy = DENSE[layout](random((8, 24, 33, 31), dtype))
     results = []
     before = torch.get_num_threads()
     for threads in (1, 2, 3, 2):
         torch.set_num_threads(threads)
-        stats = COMPILED.batch_norm_stats(x)
+        stats = compiled.batch_norm_stats(x)
         results.append(
-            (stats, *COMPILED.batch_norm_backward_reduce(dy, x, stats, EPS, dtype, dtype))
+            (stats, *compiled.batch_norm_backward_reduce(dy, x, stats, EPS, dtype, dtype))
         )
     torch.set_num_threads(before)
     for other in results[1:]:
@@ -213,17 +207,17 @@ def operator_calls(x):
 @pytest.mark.parametrize("step", _library.STEPS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(step, layout, dtype):
+def test_opcheck(compiled, step, layout, dtype):
     for shape in ((4, 3, 5, 2), (4, 3), (0, 3, 4), (2, 3, 2, 2, 2)):
         x = DENSE[layout](random(shape, dtype))
-        torch.library.opcheck(getattr(COMPILED, step), operator_calls(x)[step])
+        torch.library.opcheck(getattr(compiled, step), operator_calls(x)[step])
 
 
 @pytest.mark.parametrize("step", _library.STEPS)
-def test_wrong_arguments_raise_before_memory_is_touched(step):
+def test_wrong_arguments_raise_before_memory_is_touched(compiled, step):
     x = random((4, 3, 5, 2))
     good = list(operator_calls(x)[step])
-    getattr(COMPILED, step)(*good)
+    getattr(compiled, step)(*good)
     position = next(index for index, argument in enumerate(good) if argument is x)
     for wrong, message in (
         (x[:, :, ::2], "contiguous or channels-last"),
@@ -231,10 +225,10 @@ def test_wrong_arguments_raise_before_memory_is_touched(step):
         (x.long(), "float32, float64, float16 or bfloat16"),
     ):
         with pytest.raises(ValueError, match=f"{step}: expected .*{message}"):
-            getattr(COMPILED, step)(*good[:position], wrong, *good[position + 1 :])
+            getattr(compiled, step)(*good[:position], wrong, *good[position + 1 :])
     for index, argument in enumerate(good):
         if isinstance(argument, torch.Tensor) and argument.dim() == 1:
             others = (argument[:-1], argument.long(), argument.repeat(2)[::2], argument.to("meta"))
             for wrong in others:
                 with pytest.raises(ValueError, match=f"{step}: expected"):
-                    getattr(COMPILED, step)(*good[:index], wrong, *good[index + 1 :])
+                    getattr(compiled, step)(*good[:index], wrong, *good[index + 1 :])

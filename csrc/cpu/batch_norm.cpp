@@ -150,4 +150,4 @@ struct Cpu {
 
 }  // namespace syncbn
 
-STABLE_TORCH_LIBRARY_IMPL(syncbn_cuda, CPU, m) { syncbn::register_operators<syncbn::Cpu>(m); }
+STABLE_TORCH_LIBRARY_IMPL(SYNCBN_NAMESPACE, CPU, m) { syncbn::register_operators<syncbn::Cpu>(m); }

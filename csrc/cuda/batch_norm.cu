@@ -3,8 +3,9 @@
 #include "../batch_norm.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "batch_norm.h"
@@ -12,7 +13,7 @@
 
 namespace syncbn {
 
-void check_launch() { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
+void check_launch() { throw_launch_error(); }
 
 namespace {
 
@@ -61,9 +62,7 @@ struct WorkspaceMemory {
         is_capturing(stream) ? nullptr : cached_counters(device_index, stream, plan.counters());
     const int64_t partials = plan.partials() * sizeof(Sums);
     const int64_t counters = workspace.counters == nullptr ? plan.counters() * sizeof(unsigned) : 0;
-    memory = torch::stable::empty(
-        {partials + counters}, ScalarType::Byte, std::nullopt,
-        torch::stable::Device(torch::headeronly::DeviceType::CUDA, device_index));
+    memory = allocate(partials + counters, device_index);
     auto* data = static_cast<char*>(memory->mutable_data_ptr());
     workspace.partials = reinterpret_cast<Sums*>(data);
     if (counters > 0) {
@@ -127,6 +126,6 @@ struct Cuda {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(syncbn_cuda, CUDA, m) { register_operators<Cuda>(m); }
+STABLE_TORCH_LIBRARY_IMPL(SYNCBN_NAMESPACE, SYNCBN_DISPATCH_KEY, m) { register_operators<Cuda>(m); }
 
 }  // namespace syncbn

@@ -87,6 +87,18 @@ struct Pack {
     }
   }
 
+  // A value of channel `e` of the thread (contiguous: of its only one), or `other` where neither
+  // end of the pack is the channel's own.
+  template <bool kChannelsLast>
+  __device__ __forceinline__ scalar_t sample(const Span<kChannelsLast, kVec>& at, int e,
+                                             scalar_t other) const {
+    if constexpr (kChannelsLast) {
+      return at.full() ? values[e] : other;
+    } else {
+      return at.has(0) ? values[0] : at.has(kVec - 1) ? values[kVec - 1] : other;
+    }
+  }
+
   // Values outside the span become `fill`. Apart from load, as it waits for the word.
   template <bool kChannelsLast>
   __device__ __forceinline__ void mask(const Span<kChannelsLast, kVec>& at, scalar_t fill) {

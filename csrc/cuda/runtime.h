@@ -1,10 +1,17 @@
-// What the host side asks of the CUDA runtime and of torch's streams; batch_norm.cu calls nothing
-// else of either.
+// What the host side asks of the CUDA runtime and of torch's devices and streams; batch_norm.cu
+// calls nothing else of either. The tests' emulator has the same functions for CPU tensors.
 #pragma once
+
+#ifdef SYNCBN_EMULATOR
+
+#include "emulated_runtime.h"
+
+#else
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <map>
 #include <mutex>
@@ -12,9 +19,13 @@
 #include "plan.h"
 #include "platform.h"
 
+#define SYNCBN_DISPATCH_KEY CUDA
+
 namespace syncbn {
 
 using torch::stable::accelerator::DeviceGuard;
+
+inline void throw_launch_error() { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
 
 inline Stream current_stream(int device_index) {
   void* stream = nullptr;
@@ -30,6 +41,12 @@ inline bool is_capturing(Stream stream) {
 
 inline void zero(void* data, int64_t bytes, Stream stream) {
   STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
+}
+
+inline torch::stable::Tensor allocate(int64_t bytes, int device_index) {
+  return torch::stable::empty(
+      {bytes}, torch::headeronly::ScalarType::Byte, std::nullopt,
+      torch::stable::Device(torch::headeronly::DeviceType::CUDA, device_index));
 }
 
 // Of the current device and kept to the end of the process. Elsewhere another thread may be
@@ -59,3 +76,5 @@ inline Card card(int device_index) {
 }
 
 }  // namespace syncbn
+
+#endif

@@ -46,9 +46,14 @@ __device__ __forceinline__ void add_chunk(const scalar_t* __restrict__ input, in
     }
 #pragma unroll
     for (int a = 0; a < kAcc && i == 0; ++a) {
-      const acc_t first = static_cast<acc_t>(own.values[a]);
-      pivot[a] = median(first, at[1].full() ? static_cast<acc_t>(x[1].values[a]) : first,
-                        at[2].full() ? static_cast<acc_t>(x[2].values[a]) : first);
+      // Of three packs, or else of the only one.
+      const scalar_t first = own.values[a];
+      const bool alone = !kChannelsLast && at[0].full();
+      const scalar_t middle = alone ? x[0].values[kVec / 2] : first;
+      const scalar_t last = alone ? x[0].values[kVec - 1] : first;
+      pivot[a] =
+          median(static_cast<acc_t>(first), static_cast<acc_t>(x[1].sample(at[1], a, middle)),
+                 static_cast<acc_t>(x[2].sample(at[2], a, last)));
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

@@ -1,7 +1,8 @@
-"""Compiles the kernels for the host and loads them as a Python module."""
+"""Compiles the kernels for the host, and loads them as a Python module that holds the operators."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -15,28 +16,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
-FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas".split()
+PARTS = ("module", "operators", "runtime", "emulator", "memory", "fiber")
+FLAGS = (
+    "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
+    " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
+).split()
+
+
+TORCH = Path(torch.__file__).parent
+LIBRARIES = [f"-L{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
 
 
 def _compiler() -> list[str]:
     import pybind11
 
-    torch = importlib.util.find_spec("torch")
-    assert torch is not None and torch.submodule_search_locations is not None
+    others = (TORCH / "include", pybind11.get_include(), sysconfig.get_path("include"))
     return [
         *shlex.split(os.environ.get("CXX", "g++")),
         *FLAGS,
         *shlex.split(os.environ.get("SYNCBN_EMULATOR_FLAGS", "-O1")),
-        "-DSYNCBN_EMULATOR",
-        "-DSYNCBN_MODULE=syncbn_emulator",
         *(f"-I{folder}" for folder in (HERE, CSRC / "cuda")),
-        *(f"-isystem{torch.submodule_search_locations[0]}/include",),
-        *(
-            f"-isystem{folder}"
-            for folder in (pybind11.get_include(), sysconfig.get_path("include"))
-        ),
+        *(f"-isystem{folder}" for folder in others),
     ]
 
 
@@ -46,6 +50,7 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{shlex.join(command)}\n{result.stdout}{result.stderr}")
 
 
+@functools.cache
 def load() -> ModuleType:
     """Returns the module of module.cpp, built again only where a source or flag has changed."""
     command = _compiler()
@@ -61,7 +66,7 @@ def load() -> ModuleType:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            parts = [HERE / f"{part}.cpp" for part in ("module", "emulator", "fiber")]
+            parts = [HERE / f"{part}.cpp" for part in PARTS]
             objects = [str(Path(scratch) / f"{part.stem}.o") for part in parts]
             with ThreadPoolExecutor() as pool:
                 list(
@@ -72,7 +77,7 @@ def load() -> ModuleType:
                     )
                 )
             built = str(Path(scratch) / target.name)
-            _run([*command, "-shared", *objects, "-o", built])
+            _run([*command, "-shared", *objects, *LIBRARIES, "-o", built])
             os.replace(built, target)  # at once, as another process may be building too
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)

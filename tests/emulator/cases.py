@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from emulator.build import load
 from inputs import numpy, random
 
 EPS = 1e-5
@@ -86,9 +87,11 @@ class Guarded:
         self.array = self.room[self.begin : self.end]
         assert self.array.ctypes.data % 16 == offset * size % 16 or not len(values)
         self.array[:] = values
+        load().guard(self.room, self.begin, self.end, True)
 
     def read(self):
         """The values in float64, once the guards are found untouched."""
+        load().guard(self.room, self.begin, self.end, False)
         outside = np.concatenate([self.room[: self.begin], self.room[self.end :]])
         assert to_torch(outside).isnan().all(), "written outside the tensor"
         return numpy(to_torch(self.array))

@@ -1,8 +1,9 @@
-// The scheduler: blocks, barriers, shuffles and stores that are held back.
+// The scheduler: blocks, threads, barriers and shuffles.
 #include "platform.h"
 
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "machine.h"
 
@@ -10,11 +11,11 @@ namespace emulator {
 
 Thread* current = nullptr;
 
-namespace {
-
 Machine machine;
 
 FiberThread& self() { return *static_cast<FiberThread*>(current); }
+
+namespace {
 
 bool below(const FiberThread* a, const FiberThread* b) { return a->rank < b->rank; }
 
@@ -33,11 +34,6 @@ void make_ready(FiberThread& thread) {
   }
   machine.ready.push_back(&thread);
   std::push_heap(machine.ready.begin(), machine.ready.end(), below);
-}
-
-template <typename T>
-void shuffle(std::vector<T>& values) {
-  std::shuffle(values.begin(), values.end(), machine.random);
 }
 
 std::string describe(const Place& place) {
@@ -75,27 +71,22 @@ void gather(Gathering& gathering, size_t size, const Place& place, const char* w
   pause();
 }
 
-void commit(std::vector<Store>& stores) {
-  shuffle(stores);
-  for (const Store& store : stores) {
-    std::memcpy(store.target, store.value, store.size);
-  }
-  stores.clear();
-}
-
 void entry() {
   self().fiber.arrive();
   try {
-    (*machine.body)();
+    self().home->launch->body();
   } catch (const std::exception& error) {
     machine.error = error.what();
   }
   leave(State::kDone);
 }
 
-void start_block(Block& block, unsigned index, unsigned blocks, int threads) {
+void start_block(Block& block, const Launch& launch, unsigned index) {
+  const int threads = launch.threads;
+  block.launch = &launch;
   block.size = threads;
   block.done = 0;
+  block.arriving = machine.begun;
   block.barrier = {};
   block.warps.assign(threads / kWarp, {});
   block.shared.clear();
@@ -108,10 +99,11 @@ void start_block(Block& block, unsigned index, unsigned blocks, int threads) {
     static_cast<Thread&>(thread) = {{static_cast<unsigned>(t), 0, 0},
                                     {index, 0, 0},
                                     {static_cast<unsigned>(threads)},
-                                    {blocks}};
+                                    {static_cast<unsigned>(launch.blocks)}};
     thread.home = &block;
     thread.warp = &block.warps[t / kWarp];
     thread.stores.clear();
+    thread.seen = block.arriving;
     thread.fiber.start(entry);
     draw_rank(thread);
     make_ready(thread);
@@ -162,22 +154,25 @@ void set_options(const Options& options) {
   machine.random.seed(options.seed);
 }
 
-void run(int64_t blocks, int threads, const std::function<void()>& body) {
-  if (blocks < 1 || blocks > INT32_MAX || threads < kWarp || threads > 1024 ||
-      threads % kWarp != 0) {
-    throw std::runtime_error("emulator: bad launch: " + std::to_string(blocks) + " blocks of " +
-                             std::to_string(threads) + " threads");
+void run(const std::vector<Launch>& launches) {
+  std::vector<std::pair<const Launch*, unsigned>> pending;
+  for (const Launch& launch : launches) {
+    if (launch.blocks < 1 || launch.blocks > INT32_MAX || launch.threads < kWarp ||
+        launch.threads > 1024 || launch.threads % kWarp != 0) {
+      throw std::runtime_error("emulator: bad launch: " + std::to_string(launch.blocks) +
+                               " blocks of " + std::to_string(launch.threads) + " threads");
+    }
+    for (int64_t b = 0; b < launch.blocks; ++b) {
+      pending.emplace_back(&launch, static_cast<unsigned>(b));
+    }
   }
-  machine.body = &body;
   machine.ready.clear();
   machine.stores.clear();
+  machine.history.clear();
+  machine.begun = machine.now;
   machine.error.clear();
   machine.steady = machine.random() % 2 == 0;
-  std::vector<unsigned> pending(blocks);
-  for (size_t b = 0; b < pending.size(); ++b) {
-    pending[b] = static_cast<unsigned>(b);
-  }
-  shuffle(pending);
+  std::shuffle(pending.begin(), pending.end(), machine.random);
   std::vector<Block*> alive, idle;
   for (int b = 0; b < machine.options.blocks_alive; ++b) {
     if (machine.pool.size() <= static_cast<size_t>(b)) {
@@ -187,7 +182,7 @@ void run(int64_t blocks, int threads, const std::function<void()>& body) {
   }
   while (!pending.empty() || !alive.empty()) {
     while (!pending.empty() && !idle.empty()) {
-      start_block(*idle.back(), pending.back(), static_cast<unsigned>(blocks), threads);
+      start_block(*idle.back(), *pending.back().first, pending.back().second);
       alive.push_back(idle.back());
       idle.pop_back();
       pending.pop_back();
@@ -217,12 +212,12 @@ void pause() { leave(State::kReady); }
 
 void barrier(const Place& place) {
   Block& block = *self().home;
+  block.arriving = std::max(block.arriving, self().seen);
+  if (block.barrier.waiting.size() + 1 == static_cast<size_t>(block.size)) {
+    block.seen = block.arriving;
+  }
   gather(block.barrier, block.size, place, "barrier");
-}
-
-void fence() {
-  commit(self().stores);
-  pause();
+  self().seen = block.seen;
 }
 
 void exchange(unsigned mask, int partner, void* value, size_t size, const Place& place) {
@@ -243,26 +238,6 @@ void exchange(unsigned mask, int partner, void* value, size_t size, const Place&
   }
   gather(warp.gathering, lanes, place, "shuffle");
   std::memcpy(value, warp.values[turn][partner], size);
-}
-
-void store_later(void* target, const void* value, size_t size) {
-  Store store{target, size, {}};
-  std::memcpy(store.value, value, size);
-  self().stores.push_back(store);
-}
-
-void* shared_memory(const void* key, size_t size) {
-  Block& block = *self().home;
-  const auto [entry, is_new] = block.shared.try_emplace(key);
-  if (is_new) {
-    block.shared_size += size;
-    if (block.shared_size > kSharedLimit) {
-      fail("more than 48 KB of shared memory", Place::current());
-    }
-    entry->second.resize(size / sizeof(std::max_align_t) + 1);
-    std::memset(static_cast<void*>(entry->second.data()), 0xff, size);
-  }
-  return entry->second.data();
 }
 
 }  // namespace emulator

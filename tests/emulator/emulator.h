@@ -4,9 +4,13 @@
 // Each CUDA thread is a fiber; which one runs next is drawn from a seeded generator wherever a
 // fiber waits or could be overtaken. What a GPU would leave unnoticed is an error here: a barrier
 // or shuffle that not all threads reach, at one place; a misaligned vector access; shared memory
-// beyond 48 KB. Shared memory starts as NaN. Fibers take turns, so each sees what all others have
-// stored; only stores by __stcg, by which partial sums travel between blocks, stay invisible until
-// their thread's next fence and then appear in any order.
+// beyond 48 KB. Shared memory starts as NaN.
+//
+// Fibers take turns, so each sees what all others have stored. Only partial sums, which travel
+// between blocks, are as loosely ordered as a GPU may have them: a store by __stcg stays invisible
+// until its thread's next fence, and then appears in any order with that thread's others; a load by
+// __ldcg sees memory as it was at the last fence that a thread of its block has passed and, through
+// barriers, told it of.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +19,7 @@
 #include <cstring>
 #include <functional>
 #include <source_location>
+#include <vector>
 
 namespace emulator {
 
@@ -35,9 +40,19 @@ struct Options {
   int blocks_alive = 4;  // how many blocks take turns
 };
 
-// Runs `body` once for each thread of `blocks` blocks; throws std::runtime_error on what a GPU
-// would do wrong.
-void run(int64_t blocks, int threads, const std::function<void()>& body);
+// A kernel with its arguments, to be run once for each thread.
+struct Launch {
+  int64_t blocks;
+  int threads;
+  std::function<void()> body;
+};
+
+// Runs kernels at the same time, as on two streams; throws std::runtime_error on what a GPU would
+// do wrong.
+void run(const std::vector<Launch>& launches);
+
+// Hands a kernel to a stream (runtime.cpp): it runs at once, or each time its graph is replayed.
+void enqueue(const Launch& launch, void* stream);
 
 void set_options(const Options& options);  // of the runs to come
 
@@ -46,6 +61,7 @@ void fence();
 void pause();  // others may run here
 void exchange(unsigned mask, int partner, void* value, size_t size, const Place& place);
 void store_later(void* target, const void* value, size_t size);
+void load_seen(const void* source, void* value, size_t size);
 void* shared_memory(const void* key, size_t size);
 void fail(const char* what, const Place& place);
 
@@ -119,7 +135,9 @@ T __ldg(const T* source, emulator::Place place = emulator::Place::current()) {
 
 template <typename T>
 T __ldcg(const T* source, emulator::Place place = emulator::Place::current()) {
-  return *emulator::aligned(source, place);
+  T value;
+  emulator::load_seen(emulator::aligned(source, place), &value, sizeof(T));
+  return value;
 }
 
 template <typename T>
@@ -143,8 +161,8 @@ void store_word(Word* target, const Word& word,
 }
 
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), Grid grid, Stream, const Args&... args) {
-  emulator::run(grid.blocks, grid.threads, [&] { kernel(args...); });
+void launch(void (*kernel)(Params...), Grid grid, Stream stream, const Args&... args) {
+  emulator::enqueue({grid.blocks, grid.threads, [=] { kernel(args...); }}, stream);
 }
 
 }  // namespace syncbn

@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "emulator.h"
@@ -35,6 +36,7 @@ struct FiberThread : Thread {
   Block* home = nullptr;
   Warp* warp = nullptr;
   std::vector<Store> stores;  // not yet visible to others
+  uint64_t seen = 0;          // loads of partial sums see memory as of this time
 };
 
 // Threads that wait for each other at one place.
@@ -51,12 +53,21 @@ struct Warp {
 };
 
 struct Block {
+  const Launch* launch = nullptr;
   std::vector<std::unique_ptr<FiberThread>> threads;
   std::vector<Warp> warps;
   Gathering barrier;
   int size = 0, done = 0;
   std::map<const void*, std::vector<std::max_align_t>> shared;
   size_t shared_size = 0;
+  uint64_t arriving = 0, seen = 0;  // the latest time that a thread has seen: till now, at the
+                                    // last barrier
+};
+
+// What lay at an address until a store replaced it.
+struct Replaced {
+  uint64_t time;
+  char value[16];
 };
 
 struct Machine {
@@ -65,9 +76,16 @@ struct Machine {
   bool steady = false;              // threads keep their ranks
   std::vector<FiberThread*> ready;  // a heap
   std::vector<Store> stores;        // of threads that ended without a fence
+  std::unordered_map<const void*, std::vector<Replaced>> history;
+  uint64_t begun = 0, now = 0;  // stores that have become visible: before this run, till now
   std::vector<std::unique_ptr<Block>> pool;
-  const std::function<void()>* body = nullptr;
   std::string error;
 };
+
+extern Machine machine;
+
+FiberThread& self();  // the thread that is running
+
+void commit(std::vector<Store>& stores);  // makes them visible, in any order
 
 }  // namespace emulator

@@ -1,5 +1,5 @@
-// The four launchers on NumPy arrays. The .cu files are included as they are: there is no other
-// build of them for the host.
+// The four launchers on NumPy arrays. The .cu files are included as they are, and so compiled for
+// the host.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,6 +7,10 @@
 #include <limits>
 #include <stdexcept>
 #include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include "batch_norm.h"
 
@@ -58,28 +62,55 @@ ChannelVector channels(const py::object& object) {
   return {data(array), scalar_type(array)};
 }
 
+// Forbids or allows all but elements begin to end of an array, in builds with AddressSanitizer.
+void guard(const py::array& array, int64_t begin, int64_t end, bool forbid) {
+#if defined(__SANITIZE_ADDRESS__)
+  const auto* first = static_cast<const char*>(array.data());
+  const int64_t size = array.itemsize(), edges[2][2] = {{0, begin}, {end, array.size()}};
+  for (const auto& [from, to] : edges) {
+    (forbid ? __asan_poison_memory_region : __asan_unpoison_memory_region)(first + from * size,
+                                                                           (to - from) * size);
+  }
+#else
+  static_cast<void>(array), static_cast<void>(begin), static_cast<void>(end);
+  static_cast<void>(forbid);
+#endif
+}
+
 // The layout of all activations, the card to plan for, the order of the emulator's fibers.
 struct Emulation {
   Layout layout;
   Card card;
   emulator::Options options;
+  int64_t row_stride;  // values from one row to the next; 0: the rows are dense
 
   Plan plan(const std::vector<py::array>& activations) const {
     const py::array& first = activations.at(0);
+    Plan plan = dense_plan(activations);
+    if (row_stride != 0) {
+      WalkPlan& walk = plan.walk;
+      walk.numel += (walk.rows - 1) * (row_stride - walk.row_stride);
+      walk.step_rows = walk.step_rows / walk.row_stride * row_stride;
+      walk.row_stride = row_stride;
+    }
     for (const py::array& array : activations) {
-      if (array.size() != layout.numel() || scalar_type(array) != scalar_type(first)) {
+      if (array.size() != plan.walk.numel || scalar_type(array) != scalar_type(first)) {
         throw py::value_error("not of the layout's size and one type");
       }
     }
-    const int64_t size = first.itemsize();
+    return plan;
+  }
+
+  Plan dense_plan(const std::vector<py::array>& activations) const {
+    const int64_t size = activations.at(0).itemsize();
+    const auto pointer = [&](size_t i) { return data(activations.at(i)); };
     switch (activations.size()) {
       case 1:
-        return make_plan(layout, size, {data(first)}, card);
+        return make_plan(layout, size, {pointer(0)}, card);
       case 2:
-        return make_plan(layout, size, {data(first), data(activations[1])}, card);
+        return make_plan(layout, size, {pointer(0), pointer(1)}, card);
       default:
-        return make_plan(layout, size, {data(first), data(activations[1]), data(activations[2])},
-                         card);
+        return make_plan(layout, size, {pointer(0), pointer(1), pointer(2)}, card);
     }
   }
 
@@ -147,7 +178,11 @@ struct Emulation {
 
 }  // namespace
 
+void bind_runtime(py::module_& m);  // runtime.cpp
+
 PYBIND11_MODULE(SYNCBN_MODULE, m) {
+  bind_runtime(m);
+  m.def("guard", &guard);
   py::class_<Plan>(m, "Plan")
       .def_readonly("vec", &Plan::vec)
       .def_readonly("threads", &Plan::threads)
@@ -160,12 +195,13 @@ PYBIND11_MODULE(SYNCBN_MODULE, m) {
       .def_property_readonly("fan", [](const Plan& plan) { return plan.tree.fan; });
   py::class_<Emulation>(m, "Emulation")
       .def(py::init([](int64_t N, int64_t C, int64_t S, bool channels_last, int64_t sms,
-                       int64_t l2_bytes, uint64_t seed, int blocks_alive) {
-             return Emulation{{N, C, S, channels_last}, {sms, l2_bytes}, {seed, blocks_alive}};
+                       int64_t l2_bytes, uint64_t seed, int blocks_alive, int64_t row_stride) {
+             return Emulation{
+                 {N, C, S, channels_last}, {sms, l2_bytes}, {seed, blocks_alive}, row_stride};
            }),
            py::arg("N"), py::arg("C"), py::arg("S"), py::arg("channels_last"), py::kw_only(),
            py::arg("sms") = 1, py::arg("l2_bytes") = 1 << 20, py::arg("seed") = 0,
-           py::arg("blocks_alive") = 4)
+           py::arg("blocks_alive") = 4, py::arg("row_stride") = 0)
       .def("plan", &Emulation::plan)
       .def("stats", &Emulation::stats, py::arg("input"), py::arg("stats"))
       .def("elemt", &Emulation::elemt, py::arg("input"), py::arg("output"), py::arg("stats"),
