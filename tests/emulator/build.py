@@ -20,7 +20,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
-PARTS = ("module", "operators", "runtime", "emulator", "memory", "fiber")
+PARTS = ("module", "faults", "operators", "runtime", "emulator", "memory", "fiber")
 FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
     " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
