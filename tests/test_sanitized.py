@@ -1,4 +1,4 @@
-"""Whether the sanitizers are at work; of `make sanitize` alone, which builds everything with them."""
+"""Whether the sanitizers are at work; for `make sanitize`, which builds everything with them."""
 
 from __future__ import annotations
 
