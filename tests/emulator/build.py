@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+
+import cached
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
@@ -40,24 +40,12 @@ def _compiler() -> list[str]:
     ]
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)}\n{result.stdout}{result.stderr}")
-
-
 def load() -> ModuleType:
     """Returns the module of module.cpp, built again only where a source or flag has changed."""
     command = _compiler()
-    sources = sorted(
-        path for folder in (HERE, CSRC) for path in folder.rglob("*") if path.is_file()
-    )
-    digest = hashlib.sha256(repr((command, sys.version)).encode())
-    for path in sources:
-        if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:
-            digest.update(path.name.encode() + path.read_bytes())
-    cache = Path(tempfile.gettempdir()) / f"syncbn_emulator_{os.getuid()}"
-    target = cache / digest.hexdigest()[:16] / "syncbn_emulator.so"
+    sources = (path for folder in (HERE, CSRC) for path in folder.rglob("*"))
+    files = [path for path in sources if path.suffix in {".h", ".cuh", ".cu", ".cpp"}]
+    target = cached.folder("emulator", (command, sys.version), files) / "syncbn_emulator.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -66,13 +54,13 @@ def load() -> ModuleType:
             with ThreadPoolExecutor() as pool:
                 list(
                     pool.map(
-                        lambda part, out: _run([*command, "-c", str(part), "-o", out]),
+                        lambda part, out: cached.run([*command, "-c", str(part), "-o", out]),
                         parts,
                         objects,
                     )
                 )
             built = str(Path(scratch) / target.name)
-            _run([*command, "-shared", *objects, "-o", built])
+            cached.run([*command, "-shared", *objects, "-o", built])
             os.replace(built, target)  # at once, as another process may be building too
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)
