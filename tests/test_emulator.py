@@ -27,8 +27,10 @@ from inputs import DTYPES, assert_close, numpy
 
 
 @pytest.fixture(scope="module")
-def emulator():
-    return load()
+def emulator(report):
+    yield load()
+    schedules = sum(map(len, Run.schedules.values()))
+    report("emulator", f"{len(Run.schedules)} cases, {schedules} schedules of their kernels")
 
 
 # Aligned; misaligned alike (for contiguous rows still full packs); not alike (single values).

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -16,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+import cached
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -25,8 +24,6 @@ FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
     " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
 ).split()
-
-
 TORCH = Path(torch.__file__).parent
 LIBRARIES = [f"-L{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
 
@@ -44,25 +41,16 @@ def _compiler() -> list[str]:
     ]
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)}\n{result.stdout}{result.stderr}")
-
-
 @functools.cache
 def load() -> ModuleType:
     """Returns the module of module.cpp, built again only where a source or flag has changed."""
     command = _compiler()
-    sources = sorted(
-        path for folder in (HERE, CSRC) for path in folder.rglob("*") if path.is_file()
+    sources = (path for folder in (HERE, CSRC) for path in folder.rglob("*"))
+    files = [path for path in sources if path.suffix in {".h", ".cuh", ".cu", ".cpp"}]
+    target = (
+        cached.folder("emulator", (command, sys.version, torch.__version__), files)
+        / "syncbn_emulator.so"
     )
-    digest = hashlib.sha256(repr((command, sys.version)).encode())
-    for path in sources:
-        if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:
-            digest.update(path.name.encode() + path.read_bytes())
-    cache = Path(tempfile.gettempdir()) / f"syncbn_emulator_{os.getuid()}"
-    target = cache / digest.hexdigest()[:16] / "syncbn_emulator.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -71,13 +59,13 @@ def load() -> ModuleType:
             with ThreadPoolExecutor() as pool:
                 list(
                     pool.map(
-                        lambda part, out: _run([*command, "-c", str(part), "-o", out]),
+                        lambda part, out: cached.run([*command, "-c", str(part), "-o", out]),
                         parts,
                         objects,
                     )
                 )
             built = str(Path(scratch) / target.name)
-            _run([*command, "-shared", *objects, *LIBRARIES, "-o", built])
+            cached.run([*command, "-shared", *objects, *LIBRARIES, "-o", built])
             os.replace(built, target)  # at once, as another process may be building too
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)

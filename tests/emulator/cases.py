@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -129,6 +129,8 @@ class Sparse:
 class Run:
     """One batch on the emulator: activations of one type and layout, a global batch of twice it."""
 
+    schedules: ClassVar[dict[tuple, set[tuple]]] = {}  # of each case, those that its kernels ran in
+
     def __init__(
         self,
         emulator,
@@ -145,6 +147,7 @@ class Run:
             seed = zlib.crc32(repr((layout, dtype, offsets)).encode())
         options.setdefault("l2_bytes", seed % 2 << 20)  # all stores stream, or none
         self.layout, self.dtype, self.offsets, self.row_stride = layout, dtype, offsets, row_stride
+        self.schedule = (seed, options.get("blocks_alive"))
         self.emulation = emulator.Emulation(
             *layout[:4], sms=layout.sms, seed=seed, row_stride=row_stride, **options
         )
@@ -157,6 +160,10 @@ class Run:
         self.weight = torch.rand(layout.C, dtype=torch.float64).add(0.5)
         self.bias = torch.randn(layout.C, dtype=torch.float64)
 
+    def note(self, step):
+        case = (self.layout, self.dtype, self.offsets, self.row_stride)
+        self.schedules.setdefault(case, set()).add((step, *self.schedule))
+
     def place(self, tensor, which):
         values = self.layout.flat(tensor)
         if self.row_stride:
@@ -167,11 +174,13 @@ class Run:
         return Guarded(torch.full((length,), torch.nan, dtype=torch.float64), 0)
 
     def stats(self):
+        self.note("stats")
         stats = self.nan(2 * self.layout.C + 1)
         self.emulation.stats(self.place(self.x, 0).array, stats.array)
         return stats.read()
 
     def elemt(self, weight=None, bias=None, **running):
+        self.note("elemt")
         output = self.place(torch.full_like(self.x, torch.nan), 1)
         self.emulation.elemt(
             self.place(self.x, 0).array, output.array, self.message, EPS, weight, bias, **running
@@ -179,6 +188,7 @@ class Run:
         return self.layout.unflat(output.read())
 
     def backward_reduce(self, weight_dtype=None, bias_dtype=None):
+        self.note("backward_reduce")
         sums = self.nan(2 * self.layout.C)
         gradients = [
             None
@@ -197,6 +207,7 @@ class Run:
         return sums.read(), *(None if g is None else g.read() for g in gradients)
 
     def backward_elemt(self, sums, weight=None):
+        self.note("backward_elemt")
         grad_input = self.place(torch.full_like(self.x, torch.nan), 2)
         self.emulation.backward_elemt(
             self.place(self.dy, 0).array,
