@@ -80,13 +80,15 @@ def random(
     dtype: torch.dtype = torch.float32,
     mean: float = 0.0,
     std: float = 1.0,
-    device: str = "cpu",
 ) -> Tensor:
-    """Draws values whose mean and spread differ between channels, so that a mix-up shows."""
+    """Draws values whose mean and spread differ between channels, so that a mix-up shows.
+
+    As all tensors of the tests, they are made on torch's default device.
+    """
     channel = torch.arange(shape[1], dtype=torch.float64).view(1, -1, *[1] * (len(shape) - 2))
     draws = torch.randn(*shape, dtype=torch.float64)
     values = mean + std * (draws * (1 + channel % 5 / 3) + (channel % 7 - 3) / 2)
-    return values.to(dtype).to(device)
+    return values.to(dtype)
 
 
 def numpy(x: Tensor) -> np.ndarray:

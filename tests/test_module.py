@@ -28,7 +28,12 @@ def train_once(layer, x, dy):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 1 or len(s) > 2], ids=str)
 def test_training_step_is_right_in_every_layout_and_type(shape, dtype, layout):
-    x, dy = LAYOUTS[layout](random(shape, dtype)), random(shape, dtype)
+    check_training_step(LAYOUTS[layout](random(shape, dtype)), random(shape, dtype))
+
+
+def check_training_step(x, dy):
+    """Trains a new layer for one step and compares all that comes of it with the reference."""
+    shape, dtype = x.shape, x.dtype
     layer = FastSyncBatchNorm(shape[1])
     nn.init.uniform_(layer.weight, 0.5, 1.5)
     nn.init.uniform_(layer.bias)
@@ -273,8 +278,9 @@ def test_a_failed_allocation_is_torchs_own_error(monkeypatch, step):
 
 def test_autocast_keeps_the_type_of_the_input():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), FastSyncBatchNorm(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = net(random((2, 3, 8, 8)))
+    x = random((2, 3, 8, 8))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = net(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert net[1].weight.grad.dtype == torch.float32
