@@ -54,11 +54,13 @@ def placed(x, layout, offset):
     return room[offset:].view(layout.N, layout.C, layout.S)
 
 
+#: Without those of so few values a channel that their variance may be small (inputs.ROUNDING).
+ENOUGH = [layout for layout in LAYOUTS if layout.N * layout.S > 3]
+
+
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "layout", [x for x in LAYOUTS if x.N * x.S > 1], ids=lambda layout: str(tuple(layout))
-)
+@pytest.mark.parametrize("layout", ENOUGH, ids=lambda layout: str(tuple(layout)))
 def test_the_shapes_of_the_emulator(layout, dtype, offsets):
     tensors = [random(layout[:3], dtype) for _ in offsets]
     check_training_step(*(placed(t, layout, o) for t, o in zip(tensors, offsets, strict=True)))

@@ -1,4 +1,4 @@
-"""What gpu_check.py does with its stages: time limits, failures, the report. The stages stand in."""
+"""What gpu_check.py makes of its stages, which stand-ins take the place of: limits and report."""
 
 from __future__ import annotations
 
