@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import distributed
 import pytest
 import torch
 
@@ -38,6 +39,33 @@ def take_gpu(rank: int) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_default_device(device)
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def run(request):
+    """Starts ranks on GPUs: over Gloo they may share one, over NCCL each needs its own."""
+
+    def start(world_size, function, *args):
+        count = torch.cuda.device_count()
+        if request.param == "nccl" and count < world_size:
+            pytest.skip(f"NCCL needs {world_size} GPUs for as many ranks, here is {count}")
+        return distributed.run(world_size, function, *args, backend=request.param, setup=take_gpu)
+
+    return start
+
+
+def capture(step, stream=None, warm_ups=3):
+    """Warms a step up and captures it as torch.cuda.graph asks; returns the graph and outputs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = step()
+    return graph, outputs
 
 
 def same(actual, expected) -> bool:
