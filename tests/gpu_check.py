@@ -76,7 +76,9 @@ class Machine(NamedTuple):
 
 
 def last_line(output: str) -> str:
-    return next((line for line in reversed(output.splitlines()) if line.strip()), "")[:200]
+    """Returns the last line that says anything, without what frames it."""
+    lines = (line.strip("= ") for line in reversed(output.splitlines()))
+    return next((line for line in lines if line), "")[:200]
 
 
 def require(done: Done, limit_s: float) -> str:
@@ -155,7 +157,7 @@ def verdict(tool: str, done: Done) -> str | None:
     summary = [line for line in done.output.splitlines() if " SUMMARY: " in line]
     if done.code == 0 and summary and "steps are right" in done.output:
         return None
-    return f"{tool}: {summary[-1].strip(' =') if summary else last_line(done.output)}"
+    return f"{tool}: {last_line(summary[-1] if summary else done.output)}"
 
 
 def sanitize(machine: Machine, limit_s: float) -> str:

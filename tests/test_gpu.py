@@ -10,7 +10,6 @@ import torch
 from emulator.cases import LAYOUTS
 from gpu import on_gpu, same  # noqa: F401
 from inputs import DENSE, DTYPES, assert_close, numpy, random
-from test_module import check_training_step
 from test_operators import (  # noqa: F401
     COMPILED,
     EPS,
@@ -28,6 +27,7 @@ from test_operators import (  # noqa: F401
     test_wrong_arguments_raise_before_memory_is_touched,
     vectors,
 )
+from training import check_training_step
 
 from syncbn_cuda import _library
 

@@ -8,7 +8,6 @@ import torch
 from gpu import on_gpu, several_gpus  # noqa: F401
 from inputs import LAYOUTS, random
 from test_module import (  # noqa: F401
-    check_training_step,
     test_a_kernel_that_wrote_the_buffers_is_seen_by_autograd,
     test_all_arguments_do_what_batch_norm_does,
     test_an_empty_batch_alone,
@@ -23,11 +22,11 @@ from test_module import (  # noqa: F401
     test_runs_are_the_same_bits,
     test_training_step_is_right_in_every_layout_and_type,
     test_values_near_the_largest_half,
-    train_once,
 )
 from test_operators import COMPILED, operator_calls
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from training import train_once
 
 from syncbn_cuda import FastSyncBatchNorm, _library
 
