@@ -69,6 +69,7 @@ class Machine(NamedTuple):
     out: Path
     scratch: Path
     environment: dict[str, str]
+    driver: str
     arch: str | None
 
     def run(self, log: str, limit_s: float, **commands: list[str]) -> dict[str, Done]:
@@ -91,6 +92,8 @@ def require(done: Done, limit_s: float) -> str:
 
 
 def build(machine: Machine, limit_s: float) -> str:
+    if machine.driver and not machine.arch:
+        raise Failed("here is a GPU, as nvidia-smi says, but torch finds none")
     source, site = machine.scratch / "source", machine.scratch / "site"
     source.mkdir()
     for name in SOURCES:
@@ -119,20 +122,24 @@ def pytest_command(file: Path) -> list[str]:
     return [sys.executable, "-m", "pytest", "-m", "gpu", *quiet, str(file)]
 
 
+def failures(machine: Machine, done: dict[str, Done]) -> list[str]:
+    """Returns pytest's one line for each test that failed, as many as a report can bear."""
+    tests = f"{os.path.relpath(TESTS, machine.scratch)}/"
+    lines = [line for d in done.values() for line in d.output.splitlines()]
+    wrong = [line for line in lines if re.match("(FAILED|ERROR) ", line)]
+    return [line.replace(tests, "")[:300] for line in wrong[:60]]
+
+
 def test(machine: Machine, report: Report, limit_s: float) -> str:
     """Runs the files of GPU tests side by side: those with ranks wait for processes mostly."""
     files = [file for file in sorted(TESTS.glob("test_gpu*.py")) if file.stem != "test_gpu_check"]
     commands = {file.stem: pytest_command(file) for file in files}
     done = machine.run("tests.log", limit_s, **commands)
-    counts = Counter(
-        match[1].lower() for d in done.values() for match in OUTCOME.finditer(d.output)
-    )
+    counts = Counter(word.lower() for d in done.values() for word in OUTCOME.findall(d.output))
     detail = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     report.sections["Tests"] = "\n".join(f"* {k}: {last_line(d.output)}" for k, d in done.items())
-    wrong = [line for d in done.values() for line in d.output.splitlines()]
-    wrong = [line[:300] for line in wrong if re.match("(FAILED|ERROR) ", line)]
-    if wrong:
-        report.sections["Failures"] = "\n".join(["```", *wrong[:60], "```"])
+    if wrong := failures(machine, done):
+        report.sections["Failures"] = "\n".join(["```", *wrong, "```"])
     stopped = [f"{name} in {last_line(d.output)}" for name, d in done.items() if d.code is None]
     if stopped:
         raise Failed(f"{detail}; stopped after {limit_s:.0f} s: {'; '.join(stopped)}")
@@ -215,14 +222,15 @@ def commit() -> str:
     return f"unknown; sources {digest.hexdigest()[:12]}"
 
 
-def survey(scratch: Path) -> tuple[dict[str, str], str | None, dict[str, str]]:
-    """Returns what the report says of the machine, the GPU's architecture, and the environment."""
+def survey(out: Path, scratch: Path) -> tuple[Machine, dict[str, str]]:
+    """Returns the machine, and what the report says of it."""
     about: dict[str, Any] = json.loads(output(sys.executable, "-c", PROBE) or "{}")
     arch = about.pop("arch", None)
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = drivers.split("\n")[0]
     about |= {
         "GPU": about.get("GPU") or "none found",
-        "driver": driver.split("\n")[0] if arch else "none",
+        "driver": driver or "none found",
         "commit": commit(),
         "cores": os.cpu_count(),
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
@@ -238,7 +246,8 @@ def survey(scratch: Path) -> tuple[dict[str, str], str | None, dict[str, str]]:
     }
     if arch:
         environment |= {"SYNCBN_CUDA": "1", "SYNCBN_REQUIRE_GPU": "1"}
-    return {key: str(value) for key, value in about.items()}, arch, environment
+    machine = Machine(out, scratch, environment, driver, arch)
+    return machine, {key: str(value) for key, value in about.items()}
 
 
 def plan(machine: Machine, report: Report) -> list[Stage]:
@@ -266,10 +275,8 @@ def main() -> int:
     for log in out.glob("*.log"):
         log.unlink()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        scratch = Path(folder).resolve()
-        about, arch, environment = survey(scratch)
+        machine, about = survey(out, Path(folder).resolve())
         report = Report(out, about)
-        machine = Machine(out, scratch, environment, arch)
         succeeded = carry_out(plan(machine, report), report)
     print(f"\n{about['GPU']}; report in {out}\n\n{report.table()}")
     return 0 if succeeded else 1

@@ -150,7 +150,7 @@ def machine(tmp_path, monkeypatch):
             self.commands.update(commands)
             return {name: answers.get(name, answers.get("")) for name in commands}
 
-    scripted = Scripted(tmp_path, tmp_path, {"PATH": ""}, "9.0")
+    scripted = Scripted(tmp_path, tmp_path, {"PATH": ""}, "580.1", "9.0")
     Scripted.answers, Scripted.commands = answers, {}
     return scripted
 
@@ -198,6 +198,11 @@ def test_the_tests_verdicts(machine, tmp_path):
     machine.answers[""] = Done(0, passed.replace("PASSED", "SKIPPED (no GPU)"))
     with pytest.raises(Skipped, match="skipped"):
         test()
+
+
+def test_a_gpu_that_torch_does_not_find_is_a_failure(machine):
+    with pytest.raises(Failed, match="torch finds none"):
+        gpu_check.build(machine._replace(arch=None), 9)
 
 
 def test_every_stage_within_six_minutes_and_eight_files(machine, tmp_path, monkeypatch):
