@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +64,7 @@ def run(
                     errors="replace",
                     env=dict(environment),
                     cwd=folder,
-                    start_new_session=True,  # a process group of its own, to be killed as one
+                    start_new_session=True,  # to be killed as one
                 )
             prefixes = {name: f"{name}: " if len(commands) > 1 else "" for name in commands}
             readers = [
@@ -99,12 +100,27 @@ def _wait(process: subprocess.Popen[str], deadline: float) -> int | None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills the process group, which may have members when its first process is gone."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """Kills the session of a command, though its first process may be gone.
+
+    Its process group would not do: ninja gives each compiler a group of its own.
+    """
+    while members := _session(process.pid):
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
     process.wait()
+
+
+def _session(leader: int) -> list[int]:
+    """Returns the processes of a session that still run."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, session, *_ = entry.read_text().rsplit(")", 1)[1].split()
+            if int(session) == leader and state not in "ZX":
+                members.append(int(entry.parent.name))
+    return members
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import gpu_check
 import pytest
 from stages import Done, Failed, Report, Skipped, Stage, carry_out, run
 
-#: Starts a child, says who that is, and waits for it.
-HANGS = ["sh", "-c", "sleep 600 & echo $!; wait"]
-LEAVES = ["sh", "-c", "sleep 600 & echo $!"]
+#: Starts a child in a process group of its own, says who that is, and waits for it.
+HANGS = ["bash", "-c", "set -m; sleep 600 & echo $!; wait"]
+LEAVES = ["bash", "-c", "set -m; sleep 600 & echo $!"]
 
 
 def is_alive(pid):

@@ -56,9 +56,9 @@ class Training:
 @pytest.mark.parametrize("shape", [SHAPE, (2, 64, 64, 65), (3, 7, 5, 5)], ids=str)
 def test_a_replayed_graph_computes_what_eager_does(shape, layout, momentum):
     training = Training(shape, layout, momentum)
-    graph, outputs = capture(training)
+    graph, outputs = capture(training, warm_ups=3)
+    assert training.layer.num_batches_tracked == 3, "capturing alone moved the buffers"
     eager = training.twin()
-    assert same(training.buffers(), eager.buffers()), "capturing alone moved the buffers"
     for _ in range(3):
         x, dy = random(shape, mean=2.0), random(shape)
         for each in (training, eager):
