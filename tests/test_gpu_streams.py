@@ -162,9 +162,11 @@ def test_the_host_never_waits(no_waiting, layout):
     Training((3, 7, 5))()  # what is loaded and allocated once
     trainings = [Training(layout=layout, momentum=momentum) for momentum in (0.1, None)]
     expected = [training() for training in trainings]
+    unused = Training((5, 9, 11, 3), layout)
     torch.cuda.synchronize()
     no_waiting()
     results = [training() for training in trainings]
+    unused()
     torch.cuda.set_sync_debug_mode("default")
     assert all(map(same, results, expected))
 
