@@ -1,14 +1,16 @@
-# The vocabulary of the project: make demo | test | sanitize | lint | format | bench | wheel
+# The vocabulary of the project: make demo | test | sanitize | lint | format | bench | gpu-check | wheel
 # | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
 # PYTEST_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST is unset, the
 # environment's own build is for this machine's GPUs, or without one for a single architecture.
+# gpu-check alone uses $(PYTHON) as it is, with the torch that is there, and leaves a report in $(OUT).
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.10
 NPROC ?= 4
+OUT ?= build/gpu-check
 
 BIN := $(VENV)/bin
 # Asked only where it counts; nvidia-smi without a driver answers in words, which are no architecture.
@@ -34,7 +36,7 @@ SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
   PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest
 
-.PHONY: demo test sanitize lint format bench wheel clean
+.PHONY: demo test sanitize lint format bench gpu-check wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -67,6 +69,9 @@ format: $(DEV_STAMP)
 
 bench: $(PACKAGE_STAMP)
 	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+gpu-check:
+	$(PYTHON) tests/gpu_check.py '$(OUT)'
 
 wheel: $(TORCH_STAMP)
 	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .
