@@ -1,8 +1,9 @@
-# The vocabulary of the project: make demo | test | lint | format | bench | wheel | clean.
+# The vocabulary of the project: make demo | test | lint | format | mutants | bench | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
-# PYTEST_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST is unset, the
-# environment's own build is for this machine's GPUs, or without one for a single architecture.
+# PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST
+# is unset, the environment's own build is for this machine's GPUs, or without one for a single
+# architecture.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ BUILD_SOURCES := pyproject.toml setup.py $(wildcard build_support/*.py) syncbn_c
   $(shell find csrc -type f)
 CXX_SOURCES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: demo test lint format bench wheel clean
+.PHONY: demo test lint format mutants bench wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -45,6 +46,9 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+mutants: $(PACKAGE_STAMP)
+	$(BIN)/python tests/mutate.py $(MUTANTS_ARGS)
 
 bench: $(PACKAGE_STAMP)
 	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)

@@ -7,6 +7,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -50,35 +51,49 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{shlex.join(command)}\n{result.stdout}{result.stderr}")
 
 
-@functools.cache
-def load() -> ModuleType:
-    """Returns the module of module.cpp, built again only where a source or flag has changed."""
-    command = _compiler()
-    sources = sorted(
-        path for folder in (HERE, CSRC) for path in folder.rglob("*") if path.is_file()
-    )
-    digest = hashlib.sha256(repr((command, sys.version)).encode())
-    for path in sources:
-        if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:
-            digest.update(path.name.encode() + path.read_bytes())
-    cache = Path(tempfile.gettempdir()) / f"syncbn_emulator_{os.getuid()}"
-    target = cache / digest.hexdigest()[:16] / "syncbn_emulator.so"
+def _sources(path: Path, found: set[Path]) -> set[Path]:
+    """Adds the file and what it includes of this project to ``found``."""
+    found.add(path)
+    for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+        for folder in (path.parent, HERE, CSRC / "cuda"):
+            included = (folder / name).resolve()
+            if included.exists():
+                if included not in found:
+                    _sources(included, found)
+                break
+    return found
+
+
+def _build(command: list[str], target: Path) -> Path:
+    """Lets the command write the target, unless it exists."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            parts = [HERE / f"{part}.cpp" for part in PARTS]
-            objects = [str(Path(scratch) / f"{part.stem}.o") for part in parts]
-            with ThreadPoolExecutor() as pool:
-                list(
-                    pool.map(
-                        lambda part, out: _run([*command, "-c", str(part), "-o", out]),
-                        parts,
-                        objects,
-                    )
-                )
-            built = str(Path(scratch) / target.name)
-            _run([*command, "-shared", *objects, *LIBRARIES, "-o", built])
+            built = Path(scratch) / target.name
+            _run([*command, "-o", str(built)])
             os.replace(built, target)  # at once, as another process may be building too
+    return target
+
+
+def _object(command: list[str], part: str, cache: Path) -> str:
+    source = HERE / f"{part}.cpp"
+    digest = hashlib.sha256(repr((command, sys.version)).encode())
+    for path in sorted(_sources(source, set())):
+        digest.update(path.name.encode() + path.read_bytes())
+    target = cache / f"{part}-{digest.hexdigest()[:16]}.o"
+    return str(_build([*command, "-c", str(source)], target))
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Returns the module of module.cpp; what has not changed since is not compiled again."""
+    command = _compiler()
+    cache = Path(tempfile.gettempdir()) / f"syncbn_emulator_{os.getuid()}"
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(lambda part: _object(command, part, cache), PARTS))
+    digest = hashlib.sha256(repr((command, objects)).encode()).hexdigest()[:16]
+    target = cache / digest / "syncbn_emulator.so"
+    _build([*command, "-shared", *objects, *LIBRARIES], target)
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)
     assert spec is not None
