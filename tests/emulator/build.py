@@ -21,7 +21,16 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
-PARTS = ("module", "operators", "runtime", "emulator", "memory", "fiber")
+PARTS = [
+    *(
+        HERE / f"{name}.cpp"
+        for name in ("module", "operators", "runtime", "emulator", "memory", "fiber")
+    ),
+    *(
+        CSRC / "cuda" / f"{name}.cu"
+        for name in ("stats", "elemt", "backward_reduce", "backward_elemt")
+    ),
+]
 FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
     " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -75,13 +84,12 @@ def _build(command: list[str], target: Path) -> Path:
     return target
 
 
-def _object(command: list[str], part: str, cache: Path) -> str:
-    source = HERE / f"{part}.cpp"
+def _object(command: list[str], part: Path, cache: Path) -> str:
     digest = hashlib.sha256(repr((command, sys.version)).encode())
-    for path in sorted(_sources(source, set())):
+    for path in sorted(_sources(part, set())):
         digest.update(path.name.encode() + path.read_bytes())
-    target = cache / f"{part}-{digest.hexdigest()[:16]}.o"
-    return str(_build([*command, "-c", str(source)], target))
+    target = cache / f"{part.stem}-{digest.hexdigest()[:16]}.o"
+    return str(_build([*command, "-x", "c++", "-c", str(part)], target))
 
 
 @functools.cache
