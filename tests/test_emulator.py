@@ -70,7 +70,10 @@ def test_elemt(emulator, layout, dtype, offsets):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @every_dtype
-@pytest.mark.parametrize("layout", [CONTIGUOUS[4], CHANNELS_LAST[6], *EMPTY], ids=str)
+# More channels than threads, then fewer: the threads of several warps.
+@pytest.mark.parametrize(
+    "layout", [CONTIGUOUS[4], CHANNELS_LAST[6], CHANNELS_LAST[8], *EMPTY], ids=str
+)
 def test_elemt_running(emulator, layout, dtype, momentum):
     for buffers in {torch.float32, dtype}:
         run = Run(emulator, layout, dtype)
