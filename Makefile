@@ -1,14 +1,17 @@
-# The vocabulary of the project: make demo | test | lint | format | mutants | bench | wheel | clean.
+# The vocabulary of the project: make demo | test | sanitize | mutants | lint | format | bench |
+# gpu-check | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
 # PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST
 # is unset, the environment's own build is for this machine's GPUs, or without one for a single
 # architecture.
+# gpu-check alone uses $(PYTHON) as it is, with the torch that is there, and leaves a report in $(OUT).
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.10
 NPROC ?= 4
+OUT ?= build/gpu-check
 
 BIN := $(VENV)/bin
 # Asked only where it counts; nvidia-smi without a driver answers in words, which are no architecture.
@@ -26,7 +29,15 @@ BUILD_SOURCES := pyproject.toml setup.py $(wildcard build_support/*.py) syncbn_c
   $(shell find csrc -type f)
 CXX_SOURCES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: demo test lint format mutants bench wheel clean
+# The emulator and the CPU library are built with sanitizers. Python is not, so that their libraries
+# have to be there before it.
+SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitizer = $(shell $${CXX:-g++} -print-file-name=lib$(1).so)
+SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
+  PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest
+
+.PHONY: demo test sanitize mutants lint format bench gpu-check wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -35,6 +46,19 @@ demo: $(PACKAGE_STAMP)
 
 test: $(PACKAGE_STAMP)
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+sanitize: $(PACKAGE_STAMP)
+	mkdir -p build
+	SYNCBN_CUDA=0 CFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q build \
+	  --build-base build/sanitize --build-lib build/sanitize/lib >build/sanitize.log \
+	  || { cat build/sanitize.log; exit 1; }
+	$(SANITIZED_PYTEST) -k 'not schedule and not opcheck' tests/test_sanitized.py \
+	  tests/test_emulator.py tests/test_emulated_host.py tests/test_operators.py
+	SYNCBN_CPU_CAPABILITY=avx2 $(SANITIZED_PYTEST) -k 'not opcheck' tests/test_operators.py
+	SYNCBN_CPU_CAPABILITY=default $(SANITIZED_PYTEST) -k 'not opcheck' tests/test_operators.py
+
+mutants: $(PACKAGE_STAMP)
+	$(BIN)/python tests/mutate.py $(MUTANTS_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -47,11 +71,11 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-mutants: $(PACKAGE_STAMP)
-	$(BIN)/python tests/mutate.py $(MUTANTS_ARGS)
-
 bench: $(PACKAGE_STAMP)
 	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+gpu-check:
+	$(PYTHON) tests/gpu_check.py '$(OUT)'
 
 wheel: $(TORCH_STAMP)
 	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -12,6 +12,8 @@ from toolkits import ROOT
 import syncbn_cuda
 from syncbn_cuda import _library
 
+REPORTS = pytest.StashKey[list[tuple[str, str]]]()
+
 
 def pytest_report_header() -> str:
     info = syncbn_cuda.build_info()
@@ -21,13 +23,27 @@ def pytest_report_header() -> str:
     )
 
 
-@pytest.fixture
-def support(monkeypatch):
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    for title, text in config.stash.get(REPORTS, []):
+        terminalreporter.section(title)
+        terminalreporter.write_line(text)
+
+
+@pytest.fixture(scope="session")
+def report(pytestconfig):
+    """Shows a text under a title once the tests are through, also where all pass."""
+    reports = pytestconfig.stash.setdefault(REPORTS, [])
+    return lambda title, text: reports.append((title, text))
+
+
+@pytest.fixture(scope="session")
+def support():
     """What setup.py decides with; of a checkout alone."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("needs a checkout: setup.py is not part of an installed wheel")
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("build_support")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        return importlib.import_module("build_support")
 
 
 @pytest.fixture

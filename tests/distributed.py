@@ -65,8 +65,9 @@ def run(
     """Runs a module-level function on every rank; returns what they return, by rank.
 
     ``setup(rank)`` comes first on each rank, even before the process group. If it sets a default
-    device, tensors among the arguments arrive there.
+    device, tensors among the arguments arrive there; they travel in memory of the CPU.
     """
+    args = tree_map_only(torch.Tensor, torch.Tensor.cpu, args)
     # Forks of a server that has imported what ranks need and run nothing: quick, and free of the
     # CUDA context and the autograd threads that this process may have by now.
     context = mp.get_context("forkserver")

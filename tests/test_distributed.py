@@ -36,7 +36,7 @@ def train_rank(rank, pieces, layout, affine):
         "y": numpy(y),
         "dx": numpy(x.grad),
         "grads": [numpy(p.grad) for p in layer.parameters()],
-        "state": {k: v.numpy().copy() for k, v in layer.state_dict().items()},
+        "state": {k: v.cpu().numpy().copy() for k, v in layer.state_dict().items()},
     }
 
 
@@ -106,7 +106,7 @@ def train_empty(rank, shape):
     return (
         y.shape == x.shape == x.grad.shape,
         [numpy(p.grad) for p in layer.parameters()],
-        {k: v.numpy().copy() for k, v in layer.state_dict().items()},
+        {k: v.cpu().numpy().copy() for k, v in layer.state_dict().items()},
     )
 
 

@@ -11,6 +11,8 @@ import functools
 import distributed
 import pytest
 from emulator import operators
+from emulator.build import load
+from inputs import random
 from test_distributed import (  # noqa: F401
     test_gradcheck_over_ranks,
     test_image_sizes_may_differ_between_ranks,
@@ -44,7 +46,7 @@ from test_operators import (  # noqa: F401
     test_wrong_arguments_raise_before_memory_is_touched,
 )
 
-from syncbn_cuda import _library
+from syncbn_cuda import FastSyncBatchNorm, _library
 
 pytestmark = pytest.mark.usefixtures("uninitialized_is_nan")
 
@@ -62,3 +64,14 @@ def kernels():
 @pytest.fixture
 def run():
     return functools.partial(distributed.run, setup=operators.use)
+
+
+def launches_rank(rank):
+    load().events()
+    FastSyncBatchNorm(3)(random((4, 3, 5)).requires_grad_()).sum().backward()
+    return load().events()
+
+
+def test_a_training_step_is_four_launches(run):
+    assert launches_rank(0) == ["launch"] * 4
+    assert run(2, launches_rank) == [["launch"] * 4] * 2

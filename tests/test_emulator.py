@@ -27,8 +27,10 @@ from inputs import DTYPES, assert_close, numpy
 
 
 @pytest.fixture(scope="module")
-def emulator():
-    return load()
+def emulator(report):
+    yield load()
+    schedules = sum(map(len, Run.schedules.values()))
+    report("emulator", f"{len(Run.schedules)} cases, {schedules} schedules of their kernels")
 
 
 # Aligned; misaligned alike (for contiguous rows still full packs); not alike (single values).
@@ -174,6 +176,19 @@ def test_an_outlier_or_a_nan_stays_in_its_channel(emulator, layout):
     expected = reference.forward(numpy(run.x[:, 1:2]), eps=EPS).output
     assert_close(run.elemt()[:, 1:2], expected, torch.float32)
     assert np.isnan(stats[7]) and not np.isfinite(stats[8])
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", [Layout(20, 2, 21), Layout(20, 6, 1, True)], ids=str)
+def test_offsets_beyond_32_bits(emulator, layout, dtype):
+    """The same plan with rows so far apart that the tensor has 20 times 2^31 values."""
+    results = []
+    for row_stride in (0, 2**31 + layout.C * layout.S):
+        run = Run(emulator, layout, dtype, row_stride=row_stride)
+        sums, _, grad_bias = run.backward_reduce(None, torch.float32)
+        results.append([run.stats(), run.elemt(), sums, grad_bias, run.backward_elemt(sums)])
+    for near, far in zip(*results, strict=True):
+        np.testing.assert_array_equal(near, far)
 
 
 # One block a channel; several, that meet in one place; in two; and the same for channels-last.

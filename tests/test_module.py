@@ -10,6 +10,7 @@ import reference
 import torch
 from inputs import DTYPES, LAYOUTS, SHAPES, assert_close, numpy, random
 from torch import nn
+from training import check_training_step, train_once
 
 from syncbn_cuda import FastSyncBatchNorm, _checks, _composite, functional
 from syncbn_cuda.functional import sync_batch_norm
@@ -17,35 +18,11 @@ from syncbn_cuda.functional import sync_batch_norm
 BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-def train_once(layer, x, dy):
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy)
-    return y, x.grad
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 1 or len(s) > 2], ids=str)
 def test_training_step_is_right_in_every_layout_and_type(shape, dtype, layout):
-    x, dy = LAYOUTS[layout](random(shape, dtype)), random(shape, dtype)
-    layer = FastSyncBatchNorm(shape[1])
-    nn.init.uniform_(layer.weight, 0.5, 1.5)
-    nn.init.uniform_(layer.bias)
-    weight, bias = numpy(layer.weight), numpy(layer.bias)
-    y, dx = train_once(layer, x, dy)
-    batch = reference.forward(numpy(x), weight, bias)
-    grads = reference.backward(numpy(dy), numpy(x), weight)
-    assert y.dtype == dx.dtype == dtype
-    assert_close(y, batch.output, dtype)
-    assert_close(dx, grads.input, dtype)
-    largest = float(np.abs(numpy(dy)).sum() / shape[1])
-    assert_close(layer.weight.grad, grads.weight, torch.float32, scale=largest)
-    assert_close(layer.bias.grad, grads.bias, torch.float32, scale=largest)
-    mean, var = reference.running(np.zeros(shape[1]), np.ones(shape[1]), batch, 0.1)
-    assert_close(layer.running_mean, mean, torch.float32)
-    assert_close(layer.running_var, var, torch.float32)
-    assert layer.num_batches_tracked == 1
+    check_training_step(LAYOUTS[layout](random(shape, dtype)), random(shape, dtype))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -273,8 +250,9 @@ def test_a_failed_allocation_is_torchs_own_error(monkeypatch, step):
 
 def test_autocast_keeps_the_type_of_the_input():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), FastSyncBatchNorm(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = net(random((2, 3, 8, 8)))
+    x = random((2, 3, 8, 8))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = net(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert net[1].weight.grad.dtype == torch.float32

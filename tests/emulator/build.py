@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -17,26 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+import cached
 import torch
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
-PARTS = [
-    *(
-        HERE / f"{name}.cpp"
-        for name in ("module", "operators", "runtime", "emulator", "memory", "fiber")
-    ),
-    *(
-        CSRC / "cuda" / f"{name}.cu"
-        for name in ("stats", "elemt", "backward_reduce", "backward_elemt")
-    ),
-]
+KERNELS = ("stats", "elemt", "backward_reduce", "backward_elemt")
+PARTS = [*sorted(HERE.glob("*.cpp")), *(CSRC / "cuda" / f"{kernel}.cu" for kernel in KERNELS)]
 FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
     " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
 ).split()
-
-
 TORCH = Path(torch.__file__).parent
 LIBRARIES = [f"-L{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
 
@@ -52,12 +41,6 @@ def _compiler() -> list[str]:
         *(f"-I{folder}" for folder in (HERE, CSRC / "cuda")),
         *(f"-isystem{folder}" for folder in others),
     ]
-
-
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)}\n{result.stdout}{result.stderr}")
 
 
 def _sources(path: Path, found: set[Path]) -> set[Path]:
@@ -79,16 +62,14 @@ def _build(command: list[str], target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
-            _run([*command, "-o", str(built)])
+            cached.run([*command, "-o", str(built)])
             os.replace(built, target)  # at once, as another process may be building too
     return target
 
 
-def _object(command: list[str], part: Path, cache: Path) -> str:
-    digest = hashlib.sha256(repr((command, sys.version)).encode())
-    for path in sorted(_sources(part, set())):
-        digest.update(path.name.encode() + path.read_bytes())
-    target = cache / f"{part.stem}-{digest.hexdigest()[:16]}.o"
+def _object(command: list[str], part: Path) -> str:
+    key = (command, part.name, sys.version, torch.__version__)
+    target = cached.folder("emulator", key, _sources(part, set())) / f"{part.stem}.o"
     return str(_build([*command, "-x", "c++", "-c", str(part)], target))
 
 
@@ -96,11 +77,9 @@ def _object(command: list[str], part: Path, cache: Path) -> str:
 def load() -> ModuleType:
     """Returns the module of module.cpp; what has not changed since is not compiled again."""
     command = _compiler()
-    cache = Path(tempfile.gettempdir()) / f"syncbn_emulator_{os.getuid()}"
     with ThreadPoolExecutor() as pool:
-        objects = list(pool.map(lambda part: _object(command, part, cache), PARTS))
-    digest = hashlib.sha256(repr((command, objects)).encode()).hexdigest()[:16]
-    target = cache / digest / "syncbn_emulator.so"
+        objects = list(pool.map(lambda part: _object(command, part), PARTS))
+    target = cached.folder("emulator", (command, objects), []) / "syncbn_emulator.so"
     _build([*command, "-shared", *objects, *LIBRARIES], target)
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import zlib
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from inputs import numpy, random
 
 EPS = 1e-5
 GUARD = 64
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
 
 class Layout(NamedTuple):
@@ -22,6 +24,10 @@ class Layout(NamedTuple):
     S: int
     channels_last: bool = False
     sms: int = 1
+
+    @property
+    def rows(self):
+        return self.N * self.S if self.channels_last else self.N
 
     def flat(self, x):
         """Lays out (N, C, S) in memory."""
@@ -97,16 +103,54 @@ class Guarded:
         return numpy(to_torch(self.array))
 
 
+class Sparse:
+    """A flat array whose rows lie far apart, in memory that exists only where it is touched."""
+
+    def __init__(self, values, rows, stride):
+        values = to_numpy(values.clone()).reshape(rows, -1)
+        size = ((rows - 1) * stride + values.shape[1]) * values.itemsize
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        self.array = np.frombuffer(memory, values.dtype)
+        self.stride, self.length = stride, values.shape[1]
+        for begin, row in zip(range(0, size, stride), values, strict=False):
+            self.array[begin : begin + self.length] = row
+
+    def read(self):
+        """The values in float64, once what is near the rows is found untouched."""
+        rows = []
+        for begin in range(0, len(self.array), self.stride):
+            end = begin + self.length
+            assert not self.array[max(begin - GUARD, 0) : begin].any(), "written before a row"
+            assert not self.array[end : end + GUARD].any(), "written past a row"
+            rows.append(self.array[begin:end])
+        return numpy(to_torch(np.concatenate(rows)))
+
+
 class Run:
     """One batch on the emulator: activations of one type and layout, a global batch of twice it."""
 
-    def __init__(self, emulator, layout, dtype, offsets=(0, 0, 0), seed=None, mean=0.0, **options):
+    schedules: ClassVar[dict[tuple, set[tuple]]] = {}  # of each case, those that its kernels ran in
+
+    def __init__(
+        self,
+        emulator,
+        layout,
+        dtype,
+        offsets=(0, 0, 0),
+        seed=None,
+        mean=0.0,
+        row_stride=0,
+        **options,
+    ):
         torch.manual_seed(0)
         if seed is None:  # one of its own for each case
             seed = zlib.crc32(repr((layout, dtype, offsets)).encode())
         options.setdefault("l2_bytes", seed % 2 << 20)  # all stores stream, or none
-        self.layout, self.dtype, self.offsets = layout, dtype, offsets
-        self.emulation = emulator.Emulation(*layout[:4], sms=layout.sms, seed=seed, **options)
+        self.layout, self.dtype, self.offsets, self.row_stride = layout, dtype, offsets, row_stride
+        self.schedule = (seed, options.get("blocks_alive"))
+        self.emulation = emulator.Emulation(
+            *layout[:4], sms=layout.sms, seed=seed, row_stride=row_stride, **options
+        )
         shape = layout[:3]
         self.x, self.other = random(shape, dtype, mean), random(shape, dtype, mean + 1)
         self.dy, self.other_dy = random(shape, dtype), random(shape, dtype)
@@ -116,18 +160,27 @@ class Run:
         self.weight = torch.rand(layout.C, dtype=torch.float64).add(0.5)
         self.bias = torch.randn(layout.C, dtype=torch.float64)
 
+    def note(self, step):
+        case = (self.layout, self.dtype, self.offsets, self.row_stride)
+        self.schedules.setdefault(case, set()).add((step, *self.schedule))
+
     def place(self, tensor, which):
-        return Guarded(self.layout.flat(tensor), self.offsets[which])
+        values = self.layout.flat(tensor)
+        if self.row_stride:
+            return Sparse(values, self.layout.rows, self.row_stride)
+        return Guarded(values, self.offsets[which])
 
     def nan(self, length):
         return Guarded(torch.full((length,), torch.nan, dtype=torch.float64), 0)
 
     def stats(self):
+        self.note("stats")
         stats = self.nan(2 * self.layout.C + 1)
         self.emulation.stats(self.place(self.x, 0).array, stats.array)
         return stats.read()
 
     def elemt(self, weight=None, bias=None, **running):
+        self.note("elemt")
         output = self.place(torch.full_like(self.x, torch.nan), 1)
         self.emulation.elemt(
             self.place(self.x, 0).array, output.array, self.message, EPS, weight, bias, **running
@@ -135,6 +188,7 @@ class Run:
         return self.layout.unflat(output.read())
 
     def backward_reduce(self, weight_dtype=None, bias_dtype=None):
+        self.note("backward_reduce")
         sums = self.nan(2 * self.layout.C)
         gradients = [
             None
@@ -153,6 +207,7 @@ class Run:
         return sums.read(), *(None if g is None else g.read() for g in gradients)
 
     def backward_elemt(self, sums, weight=None):
+        self.note("backward_elemt")
         grad_input = self.place(torch.full_like(self.x, torch.nan), 2)
         self.emulation.backward_elemt(
             self.place(self.dy, 0).array,

@@ -172,9 +172,11 @@ struct Emulation {
 
 }  // namespace
 
+void bind_faults(py::module_& m);   // faults.cpp
 void bind_runtime(py::module_& m);  // runtime.cpp
 
 PYBIND11_MODULE(SYNCBN_MODULE, m) {
+  bind_faults(m);
   bind_runtime(m);
   m.def("guard", &guard);
   py::class_<Plan>(m, "Plan")

@@ -54,6 +54,12 @@ PACK = [
         "return values[e];",
         "a pivot from a pack that was never loaded",
     ),
+    Mutant(
+        "cuda/pack.cuh",
+        "int64_t offset;",
+        "int offset;",
+        "offsets of 32 bits",
+    ),
 ]
 
 WALK = [
@@ -135,6 +141,18 @@ WALK = [
         "start_ += kReverse ? -step : step;",
         "start_ += step;",
         "the reverse order goes forward through the rows",
+    ),
+    Mutant(
+        "cuda/walk.cuh",
+        "int64_t channel_, start_;",
+        "int64_t channel_; int start_;",
+        "begins of rows in 32 bits",
+    ),
+    Mutant(
+        "cuda/walk.cuh",
+        "int64_t step = plan_.step_rows;",
+        "int step = plan_.step_rows;",
+        "steps of 32 bits",
     ),
 ]
 

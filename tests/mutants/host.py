@@ -78,6 +78,12 @@ PLAN = [
         "0",
         "packs that do not deal out evenly are left",
     ),
+    Mutant(
+        "cuda/plan.h",
+        "int64_t row_stride = 0;",
+        "int row_stride = 0;",
+        "a stride of 32 bits",
+    ),
 ]
 
 STATISTICS = [

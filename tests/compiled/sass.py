@@ -1,0 +1,189 @@
+"""Reads what ptxas and nvdisasm say of kernels, and names what is wrong with one.
+
+What counts is the loop over the elements. It is told from all others by the source lines that its
+instructions come from: the innermost loop that loads and holds something of pack.cuh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+PACKS = 'pack.cuh"'
+SIZES = {"float": 4, "double": 8, "Half": 2, "BFloat16": 2}
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+# As Itanium C++ mangles `syncbn::name<scalar, channels_last, vec>`.
+SYMBOL = re.compile(r"_ZN6syncbn\d+(\w+?)I(f|d|N3c10\d+(\w+?)E)Lb([01])ELi(\d+)EE")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+LABEL = re.compile(r"\.L_x_\d+")
+FLOAT64 = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|.*\.F64\b|MUFU\.\w+64H")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instance of a kernel, as compiled for one architecture."""
+
+    name: str
+    scalar: str
+    channels_last: bool
+    vec: int
+    registers: int
+    shared: int  # static, in bytes
+    stack: int  # bytes
+    spilled: int  # bytes
+    local: list[str]  # loads and stores of local memory, anywhere
+    # In loops over the elements:
+    accesses: dict[str, list[int]]  # bytes of each "load", "store" and "stream" (a store)
+    float64: list[str]
+
+    @property
+    def size(self) -> int:
+        return SIZES[self.scalar]
+
+    @property
+    def pack(self) -> int:
+        return self.vec * self.size
+
+    @property
+    def layout(self) -> str:
+        return "channels-last" if self.channels_last else "contiguous"
+
+    def __str__(self) -> str:
+        return f"{self.name}<{self.scalar}, {self.layout}, {self.vec}>"
+
+
+def read(ptxas: str, sass: str) -> list[Kernel]:
+    """The kernels of one cubin, from `ptxas -v` and from `nvdisasm -c -gi`."""
+    resources = _resources(ptxas)
+    _, *parts = re.split(r"^//-+ \.text\.(\S+) -+$", sass, flags=re.MULTILINE)
+    return [
+        Kernel(**_instance(symbol), **resources[symbol], **_content(_Code(code)))
+        for symbol, code in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _instance(symbol: str) -> dict[str, Any]:
+    found = SYMBOL.match(symbol)
+    if found is None:
+        raise ValueError(f"not an instance of a kernel: {symbol}")
+    name, scalar, c10, channels_last, vec = found.groups()
+    return {
+        "name": name,
+        "scalar": c10 or {"f": "float", "d": "double"}[scalar],
+        "channels_last": channels_last == "1",
+        "vec": int(vec),
+    }
+
+
+def _resources(ptxas: str) -> dict[str, dict[str, int]]:
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "shared": r"(\d+) bytes smem",
+        "stack": r"(\d+) bytes stack frame",
+        "spilled": r"(\d+) bytes spill (?:stores|loads)",
+    }
+    entries = (entry.partition("'") for entry in ptxas.split("Compiling entry function '")[1:])
+    return {
+        symbol: {key: sum(map(int, re.findall(pattern, says))) for key, pattern in patterns.items()}
+        for symbol, _, says in entries
+    }
+
+
+class _Instruction(NamedTuple):
+    opcode: str
+    target: str | None  # of a branch
+    of_packs: bool  # known of most: inlining and unrolling lose some lines
+
+
+class _Code:
+    """The instructions of a kernel, and the places its branches go to."""
+
+    def __init__(self, text: str) -> None:
+        self.instructions: list[_Instruction] = []
+        self.labels: dict[str, int] = {}
+        of_packs = same_place = False
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("//## File"):  # one such line for each level of inlining
+                of_packs = PACKS in line or (same_place and of_packs)
+                same_place = True
+            elif found := INSTRUCTION.match(line):
+                target = LABEL.search(found[2]) if found[1].startswith("BRA") else None
+                self.instructions.append(_Instruction(found[1], target and target[0], of_packs))
+                same_place = False
+            elif found := LABEL.match(line):
+                self.labels[found[0]] = len(self.instructions)
+
+    def element_loops(self) -> list[list[_Instruction]]:
+        ends: dict[int, int] = {}  # of each loop, by its begin: a `continue` goes back there, too
+        for i, instruction in enumerate(self.instructions):
+            begin = self.labels.get(instruction.target or "", i + 1)
+            if begin <= i:
+                ends[begin] = i + 1
+        loops = [range(begin, end) for begin, end in ends.items() if self._visits(begin, end)]
+        return [
+            self.instructions[loop.start : loop.stop]
+            for loop in loops
+            if not any(o != loop and o.start in loop and o.stop <= loop.stop for o in loops)
+        ]
+
+    def _visits(self, begin: int, end: int) -> bool:
+        body = self.instructions[begin:end]
+        loads = any(instruction.opcode.startswith("LDG") for instruction in body)
+        return loads and any(instruction.of_packs for instruction in body)
+
+
+def _content(code: _Code) -> dict[str, Any]:
+    looped = [instruction.opcode for loop in code.element_loops() for instruction in loop]
+    accesses: dict[str, list[int]] = {}
+    for opcode in looped:
+        kind, *modifiers = opcode.split(".")
+        if kind in ("LDG", "STG"):
+            verb = "load" if kind == "LDG" else "stream" if "EF" in modifiers else "store"
+            width = next((WIDTHS[m] for m in modifiers if m in WIDTHS), 4)
+            accesses.setdefault(verb, []).append(width)
+    return {
+        "local": [i.opcode for i in code.instructions if i.opcode.startswith(("LDL", "STL"))],
+        "accesses": accesses,
+        "float64": [opcode for opcode in looped if FLOAT64.match(opcode)],
+    }
+
+
+def faults(kernel: Kernel) -> list[str]:
+    return [*_memory_faults(kernel), *_float64_faults(kernel), *_access_faults(kernel)]
+
+
+def _memory_faults(kernel: Kernel) -> Iterator[str]:
+    if kernel.stack:
+        yield f"{kernel} has a stack frame of {kernel.stack} bytes"
+    if kernel.spilled:
+        yield f"{kernel} spills {kernel.spilled} bytes of registers"
+    if kernel.local:
+        yield f"{kernel} uses local memory: {_counted(kernel.local)}"
+
+
+def _float64_faults(kernel: Kernel) -> Iterator[str]:
+    if kernel.scalar != "double" and kernel.float64:
+        yield f"{kernel} computes in float64 for each element: {_counted(kernel.float64)}"
+
+
+def _access_faults(kernel: Kernel) -> Iterator[str]:
+    writes = kernel.name.endswith("elemt_kernel")
+    verbs = ["load", "store", "stream"] if writes else ["load"]
+    for verb in verbs:
+        widths = Counter(kernel.accesses.get(verb, []))
+        packs = widths.pop(kernel.pack, 0)
+        # A pack that is shared with a neighbouring channel goes value by value, never streaming.
+        values = 0
+        if not kernel.channels_last and verb != "stream":
+            values = widths.pop(kernel.size, 0)
+        if packs == 0 or values > packs * kernel.vec or widths:
+            found = _counted(f"{8 * width} bits" for width in kernel.accesses.get(verb, []))
+            yield f"{kernel} should {verb} packs of {8 * kernel.pack} bits, does {found}"
+
+
+def _counted(things) -> str:
+    return ", ".join(f"{n} x {thing}" for thing, n in Counter(things).items()) or "none"

@@ -1,0 +1,213 @@
+"""What gpu_check.py makes of its stages, which stand-ins take the place of: limits and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import gpu_check
+import pytest
+from stages import Done, Failed, Report, Skipped, Stage, carry_out, run
+
+#: Starts a child in a process group of its own, says who that is, and waits for it.
+HANGS = ["bash", "-c", "set -m; sleep 600 & echo $!; wait"]
+LEAVES = ["bash", "-c", "set -m; sleep 600 & echo $!"]
+
+
+def is_alive(pid):
+    """Whether a process runs; a zombie that nobody has collected yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_time_limit_ends_a_command_and_what_it_started(tmp_path):
+    log = tmp_path / "x.log"
+    began = time.monotonic()
+    done = run({"hangs": HANGS, "ends": ["echo", "done"]}, log, 2, os.environ, tmp_path)
+    assert time.monotonic() - began < 30
+    assert done["ends"] == Done(0, "done\n")
+    assert done["hangs"].code is None
+    wait_until(lambda: not is_alive(int(done["hangs"].output)))
+    assert "ends: done" in log.read_text()
+
+
+def test_what_a_command_left_running_ends_with_it(tmp_path):
+    (done,) = run({"x": LEAVES}, tmp_path / "x.log", 60, os.environ, tmp_path).values()
+    assert done.code == 0
+    wait_until(lambda: not is_alive(int(done.output)))
+
+
+def test_a_command_ends_when_the_check_is_told_to(tmp_path):
+    """As on a machine that is taken back."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from stages import run\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"run({{'x': {HANGS}}}, Path('x.log'), 60, os.environ, '.')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(gpu_check.__file__).parent)}
+    check = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    log = tmp_path / "x.log"
+
+    def told():
+        return re.findall(r"^\d+$", log.read_text(), re.MULTILINE) if log.exists() else []
+
+    wait_until(told)
+    check.send_signal(signal.SIGTERM)
+    assert check.wait(30) == 143
+    wait_until(lambda: not is_alive(int(told()[0])))
+
+
+def fails(limit_s):
+    raise Failed("3 | wrong")
+
+
+def skips(limit_s):
+    raise Skipped("nothing to do")
+
+
+def breaks(limit_s):
+    raise KeyError("a mistake")
+
+
+STAGES = [
+    Stage("one", 1, fails),
+    Stage("two", 2, lambda limit_s: f"had {limit_s} s"),
+    Stage("three", 1, skips),
+    Stage("four", 1, breaks),
+    Stage("five", 1, lambda limit_s: "never", needs="one"),
+    Stage("six", 1, lambda limit_s: "fine", needs="two"),
+]
+
+
+def test_a_failing_stage_does_not_stop_the_next(tmp_path):
+    report = Report(tmp_path, {"GPU": "none"})
+    assert not carry_out(STAGES, report)
+    assert [(r.stage, r.result, r.detail) for r in report.results] == [
+        ("one", "failed", "3 | wrong"),
+        ("two", "passed", "had 2 s"),
+        ("three", "skipped", "nothing to do"),
+        ("four", "failed", "KeyError: 'a mistake'"),
+        ("five", "skipped", "the one failed"),
+        ("six", "passed", "fine"),
+    ]
+    assert carry_out(STAGES[1:3], report)
+
+
+def test_the_table_and_the_report_say_the_same(tmp_path):
+    report = Report(tmp_path, {"GPU": "none", "commit": "abc"})
+    report.sections["Failures"] = "tests/x.py"
+    carry_out(STAGES, report)
+    header, *rows = report.table().splitlines()
+    assert header.split() == ["stage", "result", "seconds", "detail"]
+    assert [row.split()[:2] for row in rows] == [[r.stage, r.result] for r in report.results]
+    assert rows[0].endswith("3 | wrong")
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert [stage["result"] for stage in told["stages"]] == [r.result for r in report.results]
+    assert told["machine"]["commit"] == "abc"
+    text = (tmp_path / "report.md").read_text()
+    for part in ("* GPU: none", "| one | failed | 0.0 | 3 \\| wrong |", "## Failures", "| six |"):
+        assert part in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_the_report_is_complete_at_every_moment(tmp_path):
+    seen = []
+
+    def look(limit_s):
+        told = json.loads((tmp_path / "report.json").read_text())
+        seen.append([stage["result"] for stage in told["stages"]])
+        return ""
+
+    carry_out([Stage(name, 1, look) for name in "ab"], Report(tmp_path))
+    assert seen == [["running", "not reached"], ["passed", "running"]]
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with a GPU whose commands answer what a test wants them to."""
+    answers = {}
+
+    class Scripted(gpu_check.Machine):
+        def run(self, log, limit_s, **commands):
+            (self.out / log).touch()
+            self.commands.update(commands)
+            return {name: answers.get(name, answers.get("")) for name in commands}
+
+    scripted = Scripted(tmp_path, tmp_path, {"PATH": ""}, "580.1", "9.0")
+    Scripted.answers, Scripted.commands = answers, {}
+    return scripted
+
+
+SOUND = "36 steps are right on cuda\n========= ERROR SUMMARY: 0 errors\n"
+
+
+def test_the_sanitizers_verdicts(machine, monkeypatch):
+    monkeypatch.setattr(gpu_check, "compute_sanitizer", lambda: "/compute-sanitizer")
+    machine.answers[""] = Done(0, SOUND)
+    assert "nothing found" in gpu_check.sanitize(machine, 9)
+    assert set(machine.commands) == set(gpu_check.TOOLS)
+    machine.answers["racecheck"] = Done(1, "========= RACECHECK SUMMARY: 2 hazards displayed\n")
+    machine.answers["synccheck"] = Done(None, "")
+    with pytest.raises(Failed, match="racecheck: RACECHECK SUMMARY: 2 haz.*synccheck was stopped"):
+        gpu_check.sanitize(machine, 9)
+    machine.answers.update(racecheck=Done(0, SOUND), synccheck=Done(0, SOUND.splitlines()[1]))
+    with pytest.raises(Failed, match="synccheck: ERROR SUMMARY: 0 errors"):  # and watched nothing
+        gpu_check.sanitize(machine, 9)
+    machine.answers[""] = Done(1, "========= Error: Device not supported. Please refer to ...\n")
+    with pytest.raises(Skipped, match="Device not supported"):
+        gpu_check.sanitize(machine, 9)
+    monkeypatch.setattr(gpu_check, "compute_sanitizer", lambda: None)
+    with pytest.raises(Skipped, match="no compute-sanitizer"):
+        gpu_check.sanitize(machine, 9)
+
+
+def test_the_tests_verdicts(machine, tmp_path):
+    passed = "../tests/test_gpu.py::test_a[torch.float32-(5, 3)] PASSED [ 50%]\n"
+    report = Report(tmp_path)
+    test = partial(gpu_check.test, machine, report, 9)
+    machine.answers[""] = Done(0, passed + passed + "=== 2 passed in 1 s ===\n")
+    assert test().endswith("passed")
+    failed = "x.py::test_b FAILED [100%]\nFAILED x.py::test_b - assert 1 == 2\n"
+    machine.answers[""] = Done(1, passed + failed)
+    with pytest.raises(Failed, match="1 failed|[0-9]+ failed, [0-9]+ passed"):
+        test()
+    assert "FAILED x.py::test_b - assert 1 == 2" in report.sections["Failures"]
+    machine.answers[""] = Done(None, passed + "x.py::test_c ")
+    with pytest.raises(Failed, match="stopped after 9 s: .* in x.py::test_c"):
+        test()
+    machine.answers[""] = Done(5, "=== no tests ran in 1 s ===\n")
+    with pytest.raises(Failed, match="no test was collected"):
+        test()
+    machine.answers[""] = Done(0, passed.replace("PASSED", "SKIPPED (no GPU)"))
+    with pytest.raises(Skipped, match="skipped"):
+        test()
+
+
+def test_a_gpu_that_torch_does_not_find_is_a_failure(machine):
+    with pytest.raises(Failed, match="torch finds none"):
+        gpu_check.build(machine._replace(arch=None), 9)
+
+
+def test_every_stage_within_six_minutes_and_eight_files(machine, tmp_path, monkeypatch):
+    stages = gpu_check.plan(machine, Report(tmp_path))
+    assert [stage.name for stage in stages] == list(gpu_check.LIMITS_S)
+    assert sum(stage.limit_s for stage in stages) <= 360
+    logs = {f"{stage.name}.log" for stage in stages}
+    assert len(logs | {"report.json", "report.md", "compare-cuda.json", "compare-cuda.md"}) <= 8
