@@ -1,9 +1,10 @@
-# The vocabulary of the project: make demo | test | sanitize | lint | format | bench | gpu-check | wheel
-# | clean.
+# The vocabulary of the project: make demo | test | sanitize | mutants | lint | format | bench |
+# gpu-check | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
-# PYTEST_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST is unset, the
-# environment's own build is for this machine's GPUs, or without one for a single architecture.
+# PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST
+# is unset, the environment's own build is for this machine's GPUs, or without one for a single
+# architecture.
 # gpu-check alone uses $(PYTHON) as it is, with the torch that is there, and leaves a report in $(OUT).
 
 PYTHON ?= python3
@@ -36,7 +37,7 @@ SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
   PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest
 
-.PHONY: demo test sanitize lint format bench gpu-check wheel clean
+.PHONY: demo test sanitize mutants lint format bench gpu-check wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -55,6 +56,9 @@ sanitize: $(PACKAGE_STAMP)
 	  tests/test_emulator.py tests/test_emulated_host.py tests/test_operators.py
 	SYNCBN_CPU_CAPABILITY=avx2 $(SANITIZED_PYTEST) -k 'not opcheck' tests/test_operators.py
 	SYNCBN_CPU_CAPABILITY=default $(SANITIZED_PYTEST) -k 'not opcheck' tests/test_operators.py
+
+mutants: $(PACKAGE_STAMP)
+	$(BIN)/python tests/mutate.py $(MUTANTS_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

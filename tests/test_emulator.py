@@ -37,6 +37,7 @@ def emulator(report):
 OFFSETS = [(0, 0, 0), (1, 1, 1), (1, 0, 3)]
 
 SCHEDULES = 24
+FLUSH_VALUES = 512  # kFlushValues
 
 every_case = pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,7 +72,10 @@ def test_elemt(emulator, layout, dtype, offsets):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @every_dtype
-@pytest.mark.parametrize("layout", [CONTIGUOUS[4], CHANNELS_LAST[6], *EMPTY], ids=str)
+# More channels than threads, then fewer: the threads of several warps.
+@pytest.mark.parametrize(
+    "layout", [CONTIGUOUS[4], CHANNELS_LAST[6], CHANNELS_LAST[8], *EMPTY], ids=str
+)
 def test_elemt_running(emulator, layout, dtype, momentum):
     for buffers in {torch.float32, dtype}:
         run = Run(emulator, layout, dtype)
@@ -120,6 +124,22 @@ def test_backward(emulator, layout, dtype, offsets):
     )
 
 
+@pytest.mark.parametrize("layout", [Layout(1, 8, 140_000), Layout(1_100_000, 1, 1, True)], ids=str)
+def test_sums_are_emptied_on_the_way(emulator, layout):
+    run = Run(emulator, layout, torch.float32)
+    plan = run.emulation.plan([run.place(run.x, 0).array])
+    assert layout.N * layout.S > FLUSH_VALUES * plan.threads // plan.lanes * plan.splits
+    test_stats(emulator, layout, torch.float32, (0, 0, 0))
+    test_backward(emulator, layout, torch.float32, (0, 0, 0))
+
+
+def test_a_variance_that_rounding_left_negative_is_zero(emulator):
+    run = Run(emulator, CHANNELS_LAST[1], torch.float32)
+    C = run.layout.C
+    run.message = np.array([0.0] * C + [-1.0] * C + [10.0])
+    assert_close(run.elemt(), numpy(run.x) / np.sqrt(EPS), torch.float32)
+
+
 @pytest.mark.parametrize("layout", EMPTY, ids=str)
 def test_an_empty_tensor_launches_nothing(emulator, layout):
     run = Run(emulator, layout, torch.float32)
@@ -145,11 +165,14 @@ def test_a_large_mean_cancels_nothing(emulator, layout, dtype):
 @pytest.mark.parametrize("layout", [Layout(4, 5, 99), Layout(4, 5, 99, True)], ids=str)
 def test_an_outlier_or_a_nan_stays_in_its_channel(emulator, layout):
     run = Run(emulator, layout, torch.float32)
-    clean = run.stats()
-    run.x[0, 1, 0], run.x[0, 2, 0], run.x[1, 3, 2] = 1e15, torch.nan, torch.inf
+    clean = run.message = run.stats()
+    clean_sums = run.backward_reduce()[0]
+    # The last one shares its pack with the next channel.
+    run.x[0, 1, 0], run.x[0, 2, 0], run.x[1, 3, 98] = 1e15, torch.nan, torch.inf
     run.message = stats = run.stats()
+    sums = run.backward_reduce()[0]
     for c in (0, 4, 5, 9):
-        assert stats[c] == clean[c]
+        assert stats[c] == clean[c] and sums[c] == clean_sums[c]
     expected = reference.forward(numpy(run.x[:, 1:2]), eps=EPS).output
     assert_close(run.elemt()[:, 1:2], expected, torch.float32)
     assert np.isnan(stats[7]) and not np.isfinite(stats[8])

@@ -6,6 +6,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -19,7 +20,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
-PARTS = ("module", "faults", "operators", "runtime", "emulator", "memory", "fiber")
+KERNELS = ("stats", "elemt", "backward_reduce", "backward_elemt")
+PARTS = [*sorted(HERE.glob("*.cpp")), *(CSRC / "cuda" / f"{kernel}.cu" for kernel in KERNELS)]
 FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
     " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -41,32 +43,44 @@ def _compiler() -> list[str]:
     ]
 
 
-@functools.cache
-def load() -> ModuleType:
-    """Returns the module of module.cpp, built again only where a source or flag has changed."""
-    command = _compiler()
-    sources = (path for folder in (HERE, CSRC) for path in folder.rglob("*"))
-    files = [path for path in sources if path.suffix in {".h", ".cuh", ".cu", ".cpp"}]
-    target = (
-        cached.folder("emulator", (command, sys.version, torch.__version__), files)
-        / "syncbn_emulator.so"
-    )
+def _sources(path: Path, found: set[Path]) -> set[Path]:
+    """Adds the file and what it includes of this project to ``found``."""
+    found.add(path)
+    for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+        for folder in (path.parent, HERE, CSRC / "cuda"):
+            included = (folder / name).resolve()
+            if included.exists():
+                if included not in found:
+                    _sources(included, found)
+                break
+    return found
+
+
+def _build(command: list[str], target: Path) -> Path:
+    """Lets the command write the target, unless it exists."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            parts = [HERE / f"{part}.cpp" for part in PARTS]
-            objects = [str(Path(scratch) / f"{part.stem}.o") for part in parts]
-            with ThreadPoolExecutor() as pool:
-                list(
-                    pool.map(
-                        lambda part, out: cached.run([*command, "-c", str(part), "-o", out]),
-                        parts,
-                        objects,
-                    )
-                )
-            built = str(Path(scratch) / target.name)
-            cached.run([*command, "-shared", *objects, *LIBRARIES, "-o", built])
+            built = Path(scratch) / target.name
+            cached.run([*command, "-o", str(built)])
             os.replace(built, target)  # at once, as another process may be building too
+    return target
+
+
+def _object(command: list[str], part: Path) -> str:
+    key = (command, part.name, sys.version, torch.__version__)
+    target = cached.folder("emulator", key, _sources(part, set())) / f"{part.stem}.o"
+    return str(_build([*command, "-x", "c++", "-c", str(part)], target))
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Returns the module of module.cpp; what has not changed since is not compiled again."""
+    command = _compiler()
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(lambda part: _object(command, part), PARTS))
+    target = cached.folder("emulator", (command, objects), []) / "syncbn_emulator.so"
+    _build([*command, "-shared", *objects, *LIBRARIES], target)
     loader = importlib.machinery.ExtensionFileLoader("syncbn_emulator", str(target))
     spec = importlib.util.spec_from_loader("syncbn_emulator", loader)
     assert spec is not None

@@ -1,5 +1,4 @@
-// The four launchers on NumPy arrays. The .cu files are included as they are, and so compiled for
-// the host.
+// The four launchers on NumPy arrays.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,11 +12,6 @@
 #endif
 
 #include "batch_norm.h"
-
-#include "backward_elemt.cu"
-#include "backward_reduce.cu"
-#include "elemt.cu"
-#include "stats.cu"
 
 namespace py = pybind11;
 using namespace syncbn;

@@ -1,5 +1,5 @@
 // The CUDA operators as they are, host side included, for tensors of the CPU and in a namespace of
-// their own. The kernels are compiled in module.cpp.
+// their own.
 #define SYNCBN_NAMESPACE syncbn_emulated
 
 #include "../../csrc/ops.cpp"

@@ -1,0 +1,192 @@
+"""Faults in what runs on the host, or on both: the plan, the operators, the statistics."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+PLAN = [
+    Mutant(
+        "cuda/plan.h",
+        "layout.C % width != 0 || ",
+        "",
+        "packs straddle channels-last rows",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        " || misalignment(pointer, width * size)",
+        "",
+        "channels-last pointers pass for aligned",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "misalignment(pointer, kPackBytes) == misalignment(*pointers.begin(), kPackBytes)",
+        "true",
+        "pointers pass for misaligned alike",
+        quick=True,
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "(layout.S - 2) / plan.vec + 2",
+        "(layout.S - 2) / plan.vec + 1",
+        "no pack for the end of a row that begins anywhere",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "walk.shift == 0 && layout.S",
+        "layout.S",
+        "rows pass for aligned where the pointers are not",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "address % (plan.vec * size) / size",
+        "address % (plan.vec * size)",
+        "the shift in bytes",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "walk.count = layout.rows();",
+        "walk.count = layout.N;",
+        "the count is that of samples",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "walk.row_stride = layout.C * layout.S;",
+        "walk.row_stride = layout.S;",
+        "the next row is the next channel's",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "plan.threads / walk.lanes;",
+        "plan.threads;",
+        "steps over what the other lanes would take",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "step / walk.packs * walk.row_stride",
+        "step / walk.packs",
+        "the step in rows, not in values",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "static_cast<int>(step % walk.packs)",
+        "0",
+        "no step along the row",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "static_cast<int>(packs % step)",
+        "0",
+        "packs that do not deal out evenly are left",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "int64_t row_stride = 0;",
+        "int row_stride = 0;",
+        "a stride of 32 bits",
+    ),
+]
+
+STATISTICS = [
+    Mutant(
+        "statistics.h",
+        "static_cast<acc_t>(add_rn(m.mean, -static_cast<double>(high)))",
+        "0",
+        "the mean without its low part",
+        quick=True,
+    ),
+    Mutant(
+        "statistics.h",
+        "add_rn(add_rn(sum, sum), shift)",
+        "add_rn(sum, shift)",
+        "sums of squares lose half of the mixed term",
+    ),
+    Mutant(
+        "statistics.h",
+        "var < 0 ? 0 : var",
+        "var",
+        "a variance that rounding left negative stays",
+    ),
+    Mutant(
+        "statistics.h",
+        "add_rn(m.var, eps)",
+        "m.var",
+        "no eps",
+    ),
+    Mutant(
+        "statistics.h",
+        "m.count / (m.count > 2 ? m.count - 1 : 1)",
+        "1",
+        "the running variance is biased",
+    ),
+    Mutant(
+        "statistics.h",
+        "add_rn(1, -factor)",
+        "1",
+        "the buffers keep all of the old value",
+    ),
+    Mutant(
+        "statistics.h",
+        "static_cast<double>(*num_batches_tracked + 1)",
+        "static_cast<double>(*num_batches_tracked)",
+        "the plain average over one batch too few",
+    ),
+    Mutant(
+        "statistics.h",
+        "mul_rn(invstd, invstd)",
+        "invstd",
+        "the slope of dx with invstd, not its square",
+    ),
+    Mutant(
+        "statistics.h",
+        "static_cast<acc_t>(sums[c] / count)",
+        "static_cast<acc_t>(sums[c])",
+        "the sum of dy in the place of its mean",
+    ),
+    Mutant(
+        "statistics.h",
+        "bias.load(c, 0)",
+        "bias.load(c, 1)",
+        "an absent bias is 1",
+    ),
+]
+
+OPERATORS = [
+    Mutant(
+        "cuda/batch_norm.cu",
+        "      zero(workspace.counters, counters, stream);\n",
+        "",
+        "counters of a graph start as they are",
+    ),
+    Mutant(
+        "cuda/batch_norm.cu",
+        "  zero(counters, kBytes, stream);\n",
+        "",
+        "counters of a stream start as they are",
+    ),
+    Mutant(
+        "cuda/batch_norm.cu",
+        "is_capturing(stream) ? nullptr : cached_counters(",
+        "cached_counters(",
+        "graphs share the counters of their stream",
+    ),
+    Mutant(
+        "cuda/batch_norm.cu",
+        "rows.find({device_index, stream})",
+        "rows.begin()",
+        "streams share their counters",
+    ),
+    Mutant(
+        "cuda/batch_norm.cu",
+        "reinterpret_cast<unsigned*>(data + partials)",
+        "reinterpret_cast<unsigned*>(data)",
+        "counters lie over the partial sums",
+    ),
+    Mutant(
+        "cuda/batch_norm.cu",
+        "zero(args.stats, (2 * C + 1) * sizeof(double), stream);",
+        "",
+        "the message of an empty rank is never written",
+    ),
+]
+
+FAULTS = [*PLAN, *STATISTICS, *OPERATORS]
