@@ -30,12 +30,12 @@ BUILD_SOURCES := pyproject.toml setup.py $(wildcard build_support/*.py) syncbn_c
 CXX_SOURCES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
 # The emulator and the CPU library are built with sanitizers. Python is not, so that their libraries
-# have to be there before it.
+# have to be there before it; and what they report must not end in a capture that dies with it.
 SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitizer = $(shell $${CXX:-g++} -print-file-name=lib$(1).so)
 SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
   PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest
+  LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest --capture=sys
 
 .PHONY: demo test sanitize mutants lint format bench gpu-check wheel clean
 .DELETE_ON_ERROR:

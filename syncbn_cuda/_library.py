@@ -118,7 +118,8 @@ class _Availability:
         self.driver_checked = False
 
     def cuda(self) -> str | None:
-        if not self.driver_checked:
+        # A compiler can follow neither into the driver nor into a warning: an eager call asks.
+        if not torch.compiler.is_compiling() and not self.driver_checked:
             self.driver_checked = True
             self.cuda_missing = self.cuda_missing or _driver_too_old()
             if self.cuda_missing:

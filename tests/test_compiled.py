@@ -104,6 +104,8 @@ NARROW = r"%s packs of 128 bits, does \d+ x 32 bits$"
             [r"a stack frame of 64 bytes", r"\d+ x LDL.* \d+ x STL"],
         ),
         ("float64_kernel<float, channels-last, 4>", [r"float64 .* \d+ x F2F\.F64.* \d+ x DADD"]),
+        ("waiting_kernel<float, channels-last, 4>", ["loads 1 packs at once, not 4"]),
+        ("dividing_kernel<float, channels-last, 4>", [r"divides .*: \d+ x MUFU\.RCP"]),
         ("loopless_kernel<float, channels-last, 4>", ["load packs of 128 bits, does none"]),
         ("mixed_kernel<float, contiguous, 4>", [r"load packs of 128 bits, does \d+ x 32 bits, "]),
         ("split_elemt_kernel<float, contiguous, 4>", [NARROW % "store", NARROW % "stream"]),

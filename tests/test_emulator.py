@@ -178,6 +178,19 @@ def test_an_outlier_or_a_nan_stays_in_its_channel(emulator, layout):
     assert np.isnan(stats[7]) and not np.isfinite(stats[8])
 
 
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 2, 20_000, sms=2), Layout(40, 3, 500), Layout(1, 4, 20_000, True)], ids=str
+)
+def test_an_outlier_at_either_end_costs_no_digit(emulator, layout, place):
+    run = Run(emulator, layout, torch.float64)
+    run.x[place, :, place] = 1e6
+    stats = run.stats().astype(np.longdouble)
+    mean, square = (part / stats[-1] for part in np.split(stats[:-1], 2))
+    x = np.moveaxis(numpy(run.x).astype(np.longdouble), 1, 0).reshape(layout.C, -1)
+    np.testing.assert_allclose(square - mean**2, x.var(1), rtol=1e-14)
+
+
 @every_dtype
 @pytest.mark.parametrize("layout", [Layout(20, 2, 21), Layout(20, 6, 1, True)], ids=str)
 def test_offsets_beyond_32_bits(emulator, layout, dtype):

@@ -18,6 +18,8 @@ SEEDS = range(20)
         ("shuffle outside its mask", r"a shuffle from or to a lane outside its mask"),
         ("misaligned load", r"misaligned access at .*faults\.cpp:\d+ .*block \d+, thread \d+"),
         ("misaligned store", r"misaligned access at .*faults\.cpp:\d+"),
+        ("partials stored plainly", r"__ldcg of what no __stcg of this kernel has stored"),
+        ("partials loaded as constants", r"__ldg of what the kernel itself stores"),
         ("too much shared memory", r"more than 48 KB of shared memory"),
     ],
 )

@@ -124,6 +124,19 @@ def test_an_old_driver_is_found_out_at_the_first_cuda_tensor(monkeypatch, built,
         assert f"CUDA {built}" in reason and "CUDA 12.8" in reason
 
 
+@pytest.mark.parametrize("missing", [None, "nvcc was not found"])
+def test_the_first_cuda_tensor_may_be_a_compiled_ones(monkeypatch, missing):
+    monkeypatch.setattr(_library._available, "driver_checked", False)
+    monkeypatch.setattr(_library._available, "cuda_missing", missing)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def uses_the_kernels(x):
+        return x + (_library.kernels_for(torch.device("cuda")) is not _composite)
+
+    assert uses_the_kernels(torch.zeros(1)) == (missing is None)
+    assert not _library._available.driver_checked
+
+
 def test_other_devices_use_torch_operations():
     assert _library.kernels_for(torch.device("xpu")) is _composite
 

@@ -5,8 +5,8 @@
 //   1. sums x - p and (x - p)^2 in float32 (float64 for float64 input) over some hundred values,
 //      the pivot p being the median of three of these values themselves, so that neither a large
 //      mean nor a lone outlier cancels digits;
-//   2. moves these sums to the channel's first value P and adds them up in float64 (rebase). An
-//      outlier P is at most sqrt(n) standard deviations away, which float64 has room for.
+//   2. moves these sums to the channel's origin P, the median of its first, middle and last value
+//      (load_origin has an exception), and adds them up in float64 (rebase).
 // All threads of a channel share P, so their sums only need adding (reduce.cuh). The last block of
 // a channel moves the totals to pivot 0 and writes the message.
 //
@@ -24,6 +24,31 @@ __device__ __forceinline__ acc_t median(acc_t a, acc_t b, acc_t c) {
   return c < low ? low : c < high ? c : high;
 }
 
+// The origin P of kAcc channels side by side.
+template <bool kChannelsLast, int kAcc, typename scalar_t>
+__device__ __forceinline__ Pack<scalar_t, kAcc> load_origin(const scalar_t* input,
+                                                            const WalkPlan& plan, int64_t channel) {
+  using acc_t = acc_type<scalar_t>;
+  Pack<scalar_t, kAcc> first, middle, last;
+  const scalar_t* const begin = input + channel * plan.S;
+  first.load(begin);
+  // Registers are scarce where a thread has many channels. There the first value has to do: an
+  // outlier is at most sqrt(n) standard deviations away, and float64 has room for that as long as
+  // the input is narrower.
+  if constexpr (!kChannelsLast || std::is_same_v<scalar_t, double>) {
+    middle.load(begin + plan.rows / 2 * plan.row_stride + plan.S / 2);
+    last.load(begin + (plan.rows - 1) * plan.row_stride + plan.S - 1);
+#pragma unroll
+    for (int a = 0; a < kAcc; ++a) {
+      const acc_t P =
+          median(static_cast<acc_t>(first.values[a]), static_cast<acc_t>(middle.values[a]),
+                 static_cast<acc_t>(last.values[a]));
+      first.values[a] = static_cast<scalar_t>(P);  // exactly: it is one of the three
+    }
+  }
+  return first;
+}
+
 // Sums up to kFlushValues values of each of the thread's channels, and adds that to `sums`.
 template <typename scalar_t, bool kChannelsLast, int kVec, int kAcc>
 __device__ __forceinline__ void add_chunk(const scalar_t* __restrict__ input, int64_t numel,
@@ -32,8 +57,6 @@ __device__ __forceinline__ void add_chunk(const scalar_t* __restrict__ input, in
                                           Sums (&sums)[kAcc] /* about P */) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kUnroll = 4, kPacks = kFlushValues / (kVec / kAcc);
-  Pack<scalar_t, kAcc> own;
-  own.load(input + walk.here());
   acc_t pivot[kAcc], sum[kAcc] = {}, sumsq[kAcc] = {};
   int count = 0;
   for (int i = 0; i < kPacks && walk.more(); i += kUnroll) {
@@ -46,14 +69,11 @@ __device__ __forceinline__ void add_chunk(const scalar_t* __restrict__ input, in
     }
 #pragma unroll
     for (int a = 0; a < kAcc && i == 0; ++a) {
-      // Of three packs, or else of the only one.
-      const scalar_t first = own.values[a];
-      const bool alone = !kChannelsLast && at[0].full();
-      const scalar_t middle = alone ? x[0].values[kVec / 2] : first;
-      const scalar_t last = alone ? x[0].values[kVec - 1] : first;
-      pivot[a] =
-          median(static_cast<acc_t>(first), static_cast<acc_t>(x[1].sample(at[1], a, middle)),
-                 static_cast<acc_t>(x[2].sample(at[2], a, last)));
+      // Where the thread has fewer packs, or those are shared with neighbours.
+      const scalar_t other = kChannelsLast ? x[0].values[a] : origin.values[a];
+      pivot[a] = median(static_cast<acc_t>(x[0].sample(at[0], a, other)),
+                        static_cast<acc_t>(x[1].sample(at[1], a, other)),
+                        static_cast<acc_t>(x[2].sample(at[2], a, other)));
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -89,8 +109,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChannelsLast ? kVec :
   Walk<kChannelsLast, kVec, Order::kForward> walk(plan, blockIdx.x);
   Sums sums[kAcc] = {};
   if (walk.more()) {
-    Pack<scalar_t, kAcc> origin;
-    origin.load(input + walk.channel() * plan.S);
+    const auto origin = load_origin<kChannelsLast, kAcc>(input, plan, walk.channel());
     do {
       add_chunk(input, plan.numel, origin, walk, sums);
     } while (walk.more());
@@ -102,7 +121,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChannelsLast ? kVec :
   for (int t = threadIdx.x; t < tile; t += blockDim.x) {
     const int64_t c = static_cast<int64_t>(walk.tile()) * tile + t;
     if (c < plan.C) {
-      const double origin = static_cast<acc_type<scalar_t>>(input[c * plan.S]);
+      const double origin =
+          static_cast<acc_type<scalar_t>>(load_origin<kChannelsLast, 1>(input, plan, c).values[0]);
       const Sums raw = rebase(plan.count, shared[t].first, shared[t].second, origin);
       stats[c] = raw.first;
       stats[plan.C + c] = raw.second;

@@ -38,16 +38,6 @@ class Walk {
   __device__ __forceinline__ int64_t channel() const { return channel_; }  // the thread's first
   __device__ __forceinline__ bool more() const { return left_ > 0; }
 
-  // Where a value (channels-last: pack) of the thread's own is, at or next to where it stands.
-  __device__ __forceinline__ int64_t here() const {
-    if constexpr (kChannelsLast) {
-      return start_;
-    } else {
-      const int64_t value = static_cast<int64_t>(pack()) * kVec - head();
-      return start_ + (value < 0 ? 0 : value < plan_.S ? value : plan_.S - 1);
-    }
-  }
-
   // Where the thread stands; then it moves on. An empty span once nothing is left.
   __device__ __forceinline__ Span<kChannelsLast, kVec> next() {
     Span<kChannelsLast, kVec> at;

@@ -6,6 +6,7 @@ namespace syncbn {
 template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void sound_elemt_kernel(const scalar_t* __restrict__ input,
                                    scalar_t* __restrict__ output, int64_t packs, bool streaming) {
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     const Span<kChannelsLast, kVec> at = {i * kVec, 0, kVec};
     Pack<scalar_t, kVec> x;
@@ -21,6 +22,7 @@ __global__ void sound_elemt_kernel(const scalar_t* __restrict__ input,
 template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void narrow_elemt_kernel(const scalar_t* __restrict__ input,
                                     scalar_t* __restrict__ output, int64_t packs, bool streaming) {
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs * kVec; i += blockDim.x) {
     Pack<scalar_t, 1> x;
     x.load(input + i);
@@ -33,6 +35,7 @@ __global__ void narrow_elemt_kernel(const scalar_t* __restrict__ input,
 template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void split_elemt_kernel(const scalar_t* __restrict__ input,
                                    scalar_t* __restrict__ output, int64_t packs, bool streaming) {
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
     x.load(input + i * kVec);
@@ -48,6 +51,7 @@ template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void mixed_kernel(const scalar_t* __restrict__ input, scalar_t* __restrict__ output,
                              int64_t packs, bool) {
   scalar_t sum = 0;
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
     x.load(input + i * kVec);
@@ -65,6 +69,7 @@ template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void float64_kernel(const scalar_t* __restrict__ input, scalar_t* __restrict__ output,
                                int64_t packs, bool) {
   double sum = 0;
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
     x.load(input, Span<kChannelsLast, kVec>{i * kVec, 0, kVec}, packs * kVec);
@@ -75,6 +80,38 @@ __global__ void float64_kernel(const scalar_t* __restrict__ input, scalar_t* __r
   output[threadIdx.x] = static_cast<scalar_t>(sum);
 }
 
+// Loads a pack only once the one before is dealt with.
+template <typename scalar_t, bool kChannelsLast, int kVec>
+__global__ void waiting_kernel(const scalar_t* __restrict__ input, scalar_t* __restrict__ output,
+                               int64_t packs, bool) {
+  scalar_t sum = 0;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+    Pack<scalar_t, kVec> x;
+    x.load(input + i * kVec);
+    for (int e = 0; e < kVec; ++e) {
+      sum += x.values[e];
+    }
+  }
+  output[threadIdx.x] = sum;
+}
+
+// Divides each value.
+template <typename scalar_t, bool kChannelsLast, int kVec>
+__global__ void dividing_kernel(const scalar_t* __restrict__ input, scalar_t* __restrict__ output,
+                                int64_t packs, bool) {
+  scalar_t sum = 0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+    Pack<scalar_t, kVec> x;
+    x.load(input + i * kVec);
+    for (int e = 0; e < kVec; ++e) {
+      sum += 1 / x.values[e];
+    }
+  }
+  output[threadIdx.x] = sum;
+}
+
 // Has more sums than registers.
 template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void __launch_bounds__(1024)
@@ -82,6 +119,7 @@ __global__ void __launch_bounds__(1024)
                     int64_t packs, bool) {
   constexpr int kSums = 96;
   scalar_t sum[kSums] = {};
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
     x.load(input + i * kVec);
@@ -101,6 +139,7 @@ template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void indexing_kernel(const scalar_t* __restrict__ input, scalar_t* __restrict__ output,
                                 int64_t packs, bool) {
   scalar_t sum[16] = {};
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
     x.load(input + i * kVec);
@@ -129,6 +168,7 @@ Planted<float> of_float[] = {
     split_elemt_kernel<float, false, 4>, mixed_kernel<float, false, 4>,
     float64_kernel<float, true, 4>,      spilling_kernel<float, true, 4>,
     indexing_kernel<float, true, 4>,     loopless_kernel<float, true, 4>,
+    waiting_kernel<float, true, 4>,      dividing_kernel<float, true, 4>,
 };
 Planted<double> of_double[] = {sound_elemt_kernel<double, true, 2>};
 

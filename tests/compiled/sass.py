@@ -1,14 +1,15 @@
 """Reads what ptxas and nvdisasm say of kernels, and names what is wrong with one.
 
 What counts is the loop over the elements. It is told from all others by the source lines that its
-instructions come from: the innermost loop that loads and holds something of pack.cuh.
+instructions come from: the innermost loop that loads and holds something of pack.cuh. Loops that
+read shared memory come before or after it, once a channel.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 SYMBOL = re.compile(r"_ZN6syncbn\d+(\w+?)I(f|d|N3c10\d+(\w+?)E)Lb([01])ELi(\d+)EE")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 LABEL = re.compile(r"\.L_x_\d+")
+PACKS_IN_FLIGHT = 4  # what kUnroll comes to in each kernel
 FLOAT64 = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|.*\.F64\b|MUFU\.\w+64H")
 
 
@@ -38,7 +40,9 @@ class Kernel:
     local: list[str]  # loads and stores of local memory, anywhere
     # In loops over the elements:
     accesses: dict[str, list[int]]  # bytes of each "load", "store" and "stream" (a store)
+    packs: int  # loads of a pack, the most in one loop
     float64: list[str]
+    slow: list[str]  # divisions and roots
 
     @property
     def size(self) -> int:
@@ -61,9 +65,25 @@ def read(ptxas: str, sass: str) -> list[Kernel]:
     resources = _resources(ptxas)
     _, *parts = re.split(r"^//-+ \.text\.(\S+) -+$", sass, flags=re.MULTILINE)
     return [
-        Kernel(**_instance(symbol), **resources[symbol], **_content(_Code(code)))
+        _kernel(symbol, resources[symbol], _Code(code))
         for symbol, code in zip(parts[::2], parts[1::2], strict=True)
     ]
+
+
+def _kernel(symbol: str, resources: dict[str, int], code: _Code) -> Kernel:
+    instance = _instance(symbol)
+    loops = [[instruction.opcode for instruction in loop] for loop in code.element_loops()]
+    pack = instance["vec"] * SIZES[instance["scalar"]]
+    looped = [opcode for loop in loops for opcode in loop]
+    return Kernel(
+        **instance,
+        **resources,
+        local=[i.opcode for i in code.instructions if i.opcode.startswith(("LDL", "STL"))],
+        accesses=_accesses(looped),
+        packs=max((_accesses(loop).get("load", []).count(pack) for loop in loops), default=0),
+        float64=[opcode for opcode in looped if FLOAT64.match(opcode)],
+        slow=[opcode for opcode in looped if opcode.startswith("MUFU")],
+    )
 
 
 def _instance(symbol: str) -> dict[str, Any]:
@@ -132,28 +152,24 @@ class _Code:
 
     def _visits(self, begin: int, end: int) -> bool:
         body = self.instructions[begin:end]
-        loads = any(instruction.opcode.startswith("LDG") for instruction in body)
-        return loads and any(instruction.of_packs for instruction in body)
+        kinds = {instruction.opcode.partition(".")[0] for instruction in body}
+        of_packs = any(instruction.of_packs for instruction in body)
+        return "LDG" in kinds and "LDS" not in kinds and of_packs
 
 
-def _content(code: _Code) -> dict[str, Any]:
-    looped = [instruction.opcode for loop in code.element_loops() for instruction in loop]
+def _accesses(opcodes: Iterable[str]) -> dict[str, list[int]]:
     accesses: dict[str, list[int]] = {}
-    for opcode in looped:
+    for opcode in opcodes:
         kind, *modifiers = opcode.split(".")
         if kind in ("LDG", "STG"):
             verb = "load" if kind == "LDG" else "stream" if "EF" in modifiers else "store"
             width = next((WIDTHS[m] for m in modifiers if m in WIDTHS), 4)
             accesses.setdefault(verb, []).append(width)
-    return {
-        "local": [i.opcode for i in code.instructions if i.opcode.startswith(("LDL", "STL"))],
-        "accesses": accesses,
-        "float64": [opcode for opcode in looped if FLOAT64.match(opcode)],
-    }
+    return accesses
 
 
 def faults(kernel: Kernel) -> list[str]:
-    return [*_memory_faults(kernel), *_float64_faults(kernel), *_access_faults(kernel)]
+    return [*_memory_faults(kernel), *_arithmetic_faults(kernel), *_access_faults(kernel)]
 
 
 def _memory_faults(kernel: Kernel) -> Iterator[str]:
@@ -165,9 +181,11 @@ def _memory_faults(kernel: Kernel) -> Iterator[str]:
         yield f"{kernel} uses local memory: {_counted(kernel.local)}"
 
 
-def _float64_faults(kernel: Kernel) -> Iterator[str]:
+def _arithmetic_faults(kernel: Kernel) -> Iterator[str]:
     if kernel.scalar != "double" and kernel.float64:
         yield f"{kernel} computes in float64 for each element: {_counted(kernel.float64)}"
+    if kernel.slow:
+        yield f"{kernel} divides for each element: {_counted(kernel.slow)}"
 
 
 def _access_faults(kernel: Kernel) -> Iterator[str]:
@@ -183,6 +201,8 @@ def _access_faults(kernel: Kernel) -> Iterator[str]:
         if packs == 0 or values > packs * kernel.vec or widths:
             found = _counted(f"{8 * width} bits" for width in kernel.accesses.get(verb, []))
             yield f"{kernel} should {verb} packs of {8 * kernel.pack} bits, does {found}"
+        elif verb == "load" and kernel.packs < PACKS_IN_FLIGHT:
+            yield f"{kernel} loads {kernel.packs} packs at once, not {PACKS_IN_FLIGHT}"
 
 
 def _counted(things) -> str:

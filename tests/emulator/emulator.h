@@ -10,7 +10,9 @@
 // between blocks, are as loosely ordered as a GPU may have them: a store by __stcg stays invisible
 // until its thread's next fence, and then appears in any order with that thread's others; a load by
 // __ldcg sees memory as it was at the last fence that a thread of its block has passed and, through
-// barriers, told it of.
+// barriers, told it of. CUDA is a little less strict: one thread's fence also serves those that it
+// has met at a barrier before. Stores to shared memory are at once visible and never torn, so what
+// only a race between two of them would spoil goes unnoticed.
 #pragma once
 
 #include <algorithm>
@@ -62,6 +64,7 @@ void pause();  // others may run here
 void exchange(unsigned mask, int partner, void* value, size_t size, const Place& place);
 void store_later(void* target, const void* value, size_t size);
 void load_seen(const void* source, void* value, size_t size);
+bool is_partial(const void* source);  // whether __stcg has stored to it
 void* shared_memory(const void* key, size_t size);
 void fail(const char* what, const Place& place);
 
@@ -130,11 +133,17 @@ inline unsigned atomicInc(unsigned* counter, unsigned limit) {
 
 template <typename T>
 T __ldg(const T* source, emulator::Place place = emulator::Place::current()) {
+  if (emulator::is_partial(source)) {
+    emulator::fail("__ldg of what the kernel itself stores", place);
+  }
   return *emulator::aligned(source, place);
 }
 
 template <typename T>
 T __ldcg(const T* source, emulator::Place place = emulator::Place::current()) {
+  if (!emulator::is_partial(source)) {
+    emulator::fail("__ldcg of what no __stcg of this kernel has stored", place);
+  }
   T value;
   emulator::load_seen(emulator::aligned(source, place), &value, sizeof(T));
   return value;

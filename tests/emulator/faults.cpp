@@ -15,7 +15,7 @@ namespace {
 // What a kernel works on; enough for every one of them.
 struct Memory {
   alignas(16) double values[64];
-  Sums partials[8];
+  alignas(16) Sums partials[8];
   unsigned counter = 0;
   double result = 0;
 };
@@ -57,6 +57,16 @@ void misaligned_store(Memory* memory) {
 }
 
 void too_much_shared_memory(Memory*) { SYNCBN_SHARED(double, shared, 8192); }
+
+void partials_stored_plainly(Memory* memory) {
+  memory->partials[blockIdx.x] = {1, 0};
+  load_partial(memory->partials + blockIdx.x);
+}
+
+void partials_loaded_as_constants(Memory* memory) {
+  store_partial(memory->partials + blockIdx.x, {1, 0});
+  __ldg(reinterpret_cast<double2*>(memory->partials + blockIdx.x));
+}
 
 // The last thread reads what the first has written to shared memory.
 template <bool kBarrier>
@@ -104,6 +114,8 @@ const std::map<std::string, void (*)(Memory*)> kernels = {
     {"misaligned load", misaligned_load},
     {"misaligned store", misaligned_store},
     {"too much shared memory", too_much_shared_memory},
+    {"partials stored plainly", partials_stored_plainly},
+    {"partials loaded as constants", partials_loaded_as_constants},
     {"shared memory", through_shared_memory<true>},
     {"shared memory, no barrier", through_shared_memory<false>},
     {"partials", through_partials<true, true>},

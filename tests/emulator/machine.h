@@ -58,7 +58,7 @@ struct Block {
   std::vector<Warp> warps;
   Gathering barrier;
   int size = 0, done = 0;
-  std::map<const void*, std::vector<std::max_align_t>> shared;
+  std::map<const void*, std::vector<char>> shared;  // of just the size asked for
   size_t shared_size = 0;
   uint64_t arriving = 0, seen = 0;  // the latest time that a thread has seen: till now, at the
                                     // last barrier
@@ -76,7 +76,7 @@ struct Machine {
   bool steady = false;              // threads keep their ranks
   std::vector<FiberThread*> ready;  // a heap
   std::vector<Store> stores;        // of threads that ended without a fence
-  std::unordered_map<const void*, std::vector<Replaced>> history;
+  std::unordered_map<const void*, std::vector<Replaced>> history;  // of what __stcg has stored to
   uint64_t begun = 0, now = 0;  // stores that have become visible: before this run, till now
   std::vector<std::unique_ptr<Block>> pool;
   std::string error;

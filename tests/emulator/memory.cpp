@@ -23,20 +23,20 @@ void fence() {
 }
 
 void store_later(void* target, const void* value, size_t size) {
+  machine.history.try_emplace(target);
   Store store{target, size, {}};
   std::memcpy(store.value, value, size);
   self().stores.push_back(store);
 }
 
+bool is_partial(const void* source) { return machine.history.count(source) != 0; }
+
 void load_seen(const void* source, void* value, size_t size) {
   const void* found = source;
-  const auto entry = machine.history.find(source);
-  if (entry != machine.history.end()) {
-    for (const Replaced& replaced : entry->second) {
-      if (replaced.time > self().seen) {
-        found = replaced.value;
-        break;
-      }
+  for (const Replaced& replaced : machine.history[source]) {
+    if (replaced.time > self().seen) {
+      found = replaced.value;
+      break;
     }
   }
   for (const Store& store : self().stores) {
@@ -53,8 +53,7 @@ void* shared_memory(const void* key, size_t size) {
     if (block.shared_size > kSharedLimit) {
       fail("more than 48 KB of shared memory", Place::current());
     }
-    entry->second.resize(size / sizeof(std::max_align_t) + 1);
-    std::memset(static_cast<void*>(entry->second.data()), 0xff, size);
+    entry->second.assign(size, static_cast<char>(0xff));
   }
   return entry->second.data();
 }

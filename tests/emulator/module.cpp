@@ -113,11 +113,10 @@ struct Emulation {
   template <typename Launch>
   void with_workspace(const Plan& plan, const Launch& launch) const {
     const double nan = std::numeric_limits<double>::quiet_NaN();
-    std::vector<double> partials(2 * plan.partials() + 2, nan);
+    std::vector<Sums> partials(plan.partials(), {nan, nan});
     std::vector<unsigned> counters(plan.counters(), 0);
     start();
-    const size_t odd = reinterpret_cast<uintptr_t>(partials.data()) / 8 % 2;
-    launch(Workspace{reinterpret_cast<Sums*>(partials.data() + odd), counters.data()});
+    launch(Workspace{partials.data(), counters.data()});
     for (const unsigned counter : counters) {
       if (counter != 0) {
         throw std::runtime_error("a counter was not wrapped back to 0");

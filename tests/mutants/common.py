@@ -114,12 +114,6 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "value < 0 ? 0 : value < plan_.S ? value : plan_.S - 1",
-        "value",
-        "a pivot from outside the row",
-    ),
-    Mutant(
-        "cuda/walk.cuh",
         "split_ * abreast",
         "split_ + abreast",
         "blocks begin one pack apart",
@@ -157,6 +151,18 @@ WALK = [
 ]
 
 REDUCE = [
+    Mutant(
+        "cuda/reduce.cuh",
+        "__ldcg(",
+        "__ldg(",
+        "partial sums are loaded as constants",
+    ),
+    Mutant(
+        "cuda/reduce.cuh",
+        "__stcg(reinterpret_cast<double2*>(target), make_double2(sums.first, sums.second))",
+        "*target = sums",
+        "partial sums are stored plainly",
+    ),
     Mutant(
         "cuda/reduce.cuh",
         "sums[a].second, offset)",

@@ -56,9 +56,15 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "origin.load(input + walk.channel() * plan.S);",
-        "origin.load(input + walk.here());",
-        "each thread has a P of its own",
+        "load_origin<kChannelsLast, 1>(input, plan, c)",
+        "load_origin<kChannelsLast, 1>(input, plan, 0)",
+        "the totals are moved by the P of another channel",
+    ),
+    Mutant(
+        "cuda/stats.cuh",
+        "middle.load(begin + plan.rows / 2 * plan.row_stride + plan.S / 2);",
+        "middle.load(begin);",
+        "P is the first value, an outlier too",
     ),
     Mutant(
         "cuda/stats.cuh",
