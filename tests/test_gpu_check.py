@@ -57,7 +57,8 @@ def test_what_a_command_left_running_ends_with_it(tmp_path):
     wait_until(lambda: not is_alive(int(done.output)))
 
 
-def test_what_took_a_session_of_its_own_does_not_hold_up_the_check(tmp_path):
+def test_what_took_a_session_of_its_own_does_not_hold_up_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
     escapes = ["bash", "-c", "setsid sleep 600 & echo $!; wait"]
     began = time.monotonic()
     (done,) = run({"x": escapes}, tmp_path / "x.log", 1, os.environ, tmp_path).values()
@@ -66,6 +67,7 @@ def test_what_took_a_session_of_its_own_does_not_hold_up_the_check(tmp_path):
 
 
 def test_what_cannot_be_killed_does_not_hold_up_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
     monkeypatch.setattr(stages, "_session", lambda leader: [2**30])  # more than there can be
     began = time.monotonic()
     assert run({"x": ["true"]}, tmp_path / "x.log", 60, os.environ, tmp_path) == {"x": Done(0, "")}
