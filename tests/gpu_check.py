@@ -9,13 +9,10 @@ them report.md. Without a GPU it goes the same way as far as it leads, so that i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -25,17 +22,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stages import Done, Failed, Report, Skipped, Stage, carry_out, run
+from checkout import ROOT, SOURCES, commit
+from stages import (
+    Done,
+    Failed,
+    Report,
+    Skipped,
+    Stage,
+    carry_out,
+    end_at_signals,
+    last_line,
+    require,
+    run,
+)
 
 TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
-#: What the package is built from.
-SOURCES = (
-    *("pyproject.toml", "setup.py", "README.md", "LICENSE"),
-    *("build_support", "csrc", "syncbn_cuda"),
-)
 #: Seconds a stage may take on 16 cores.
 LIMITS_S = {"build": 100, "tests": 140, "sanitizer": 75, "benchmark": 40}
+#: All that a check may leave in OUT.
+FILES = (
+    *("report.md", "report.json", *(f"{stage}.log" for stage in LIMITS_S)),
+    *(f"compare-{device}.{kind}" for device in ("cpu", "cuda") for kind in ("md", "json")),
+)
 CORES = 16
 DRY_ARCH = "9.0"
 
@@ -71,27 +79,15 @@ class Machine(NamedTuple):
     environment: dict[str, str]
     driver: str
     arch: str | None
+    no_torch: str = ""  # why Python cannot import it
 
     def run(self, log: str, limit_s: float, **commands: list[str]) -> dict[str, Done]:
         return run(commands, self.out / log, limit_s, self.environment, self.scratch)
 
 
-def last_line(output: str) -> str:
-    """Returns the last line that says anything, without what frames it."""
-    lines = (line.strip("= ") for line in reversed(output.splitlines()))
-    return next((line for line in lines if line), "")[:200]
-
-
-def require(done: Done, limit_s: float) -> str:
-    """Returns what a command wrote that succeeded."""
-    if done.code is None:
-        raise Failed(f"stopped after {limit_s:.0f} s")
-    if done.code != 0:
-        raise Failed(f"exit status {done.code}: {last_line(done.output)}")
-    return done.output
-
-
 def build(machine: Machine, limit_s: float) -> str:
+    if machine.no_torch:
+        raise Failed(machine.no_torch)
     if machine.driver and not machine.arch:
         raise Failed("here is a GPU, as nvidia-smi says, but torch finds none")
     source, site = machine.scratch / "source", machine.scratch / "site"
@@ -202,32 +198,32 @@ def benchmark(machine: Machine, report: Report, limit_s: float) -> str:
     return f"{len(rows)} rows" + ("" if machine.arch else " on the CPU: no GPU")
 
 
-def output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
-
-
-def commit() -> str:
-    git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
-    head = output(*git, "rev-parse", "HEAD")
-    if head:
-        return head + ("+changes" if output(*git, "status", "--porcelain") else "")
-    digest = hashlib.sha256()
-    for path in sorted(path for name in SOURCES[4:] for path in (ROOT / name).rglob("*.[chp]*")):
-        if "__pycache__" not in path.parts and path.name != "_build_config.py":
-            digest.update(path.read_bytes())
-    return f"unknown; sources {digest.hexdigest()[:12]}"
-
-
 def survey(out: Path, scratch: Path) -> tuple[Machine, dict[str, str]]:
     """Returns the machine, and what the report says of it."""
-    about: dict[str, Any] = json.loads(output(sys.executable, "-c", PROBE) or "{}")
+    paths = [str(scratch / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # the checkout stays as it is
+        "COLUMNS": "250",
+        "SYNCBN_REQUIRE_EXTENSION": "1",
+        "TMPDIR": str(scratch / "tmp"),  # for what the killed cannot remove
+    }
+    environment.pop("PYTEST_ADDOPTS", None)
+    (scratch / "tmp").mkdir()
+    commands = {"probe": [sys.executable, "-c", PROBE]}
+    if shutil.which("nvidia-smi"):
+        commands["driver"] = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = run(commands, out / "build.log", 60, environment, scratch)
+    told = {name: d.output.splitlines() for name, d in done.items() if d.code == 0 and d.output}
+    answer = next((line for line in told.get("probe", ()) if line.startswith("{")), "{}")
+    about: dict[str, Any] = json.loads(answer)
+    no_torch = ""
+    if not about:
+        why = last_line(done["probe"].output) or "no answer"
+        no_torch = f"torch cannot be imported in this Python, {sys.executable}: {why}"
     arch = about.pop("arch", None)
-    drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    driver = drivers.split("\n")[0]
+    driver = told["driver"][0] if "driver" in told else ""
     about |= {
         "GPU": about.get("GPU") or "none found",
         "driver": driver or "none found",
@@ -235,18 +231,10 @@ def survey(out: Path, scratch: Path) -> tuple[Machine, dict[str, str]]:
         "cores": os.cpu_count(),
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
     }
-    paths = [str(scratch / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",  # the checkout stays as it is
-        "COLUMNS": "250",
-        "TORCH_CUDA_ARCH_LIST": arch or DRY_ARCH,
-        "SYNCBN_REQUIRE_EXTENSION": "1",
-    }
+    environment["TORCH_CUDA_ARCH_LIST"] = arch or DRY_ARCH
     if arch:
         environment |= {"SYNCBN_CUDA": "1", "SYNCBN_REQUIRE_GPU": "1"}
-    machine = Machine(out, scratch, environment, driver, arch)
+    machine = Machine(out, scratch, environment, driver, arch, no_torch)
     return machine, {key: str(value) for key, value in about.items()}
 
 
@@ -268,13 +256,13 @@ def plan(machine: Machine, report: Report) -> list[Stage]:
 def main() -> int:
     if len(sys.argv) != 2:
         sys.exit("usage: python tests/gpu_check.py OUT")
-    # So that the stage at work is killed with this process (stages.run).
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_at_signals()
     out = Path(sys.argv[1]).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for log in out.glob("*.log"):
-        log.unlink()
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+    for name in FILES:
+        (out / name).unlink(missing_ok=True)
+    # What a process that cannot be killed still writes there must not cost the table.
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         machine, about = survey(out, Path(folder).resolve())
         report = Report(out, about)
         succeeded = carry_out(plan(machine, report), report)

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+#: Seconds that what has been killed gets to be gone: on a hung GPU it may never be.
+GRACE_S = 3.0
 
 
 class Failed(Exception):
@@ -35,6 +39,21 @@ class Done(NamedTuple):
     output: str
 
 
+def last_line(output: str) -> str:
+    """Returns the last line that says anything, without what frames it."""
+    lines = (line.strip("= ") for line in reversed(output.splitlines()))
+    return next((line for line in lines if line), "")[:200]
+
+
+def require(done: Done, limit_s: float) -> str:
+    """Returns what a command wrote that succeeded."""
+    if done.code is None:
+        raise Failed(f"stopped after {limit_s:.0f} s")
+    if done.code != 0:
+        raise Failed(f"exit status {done.code}: {last_line(done.output)}")
+    return done.output
+
+
 def run(
     commands: Mapping[str, list[str]],
     log: Path,
@@ -44,8 +63,8 @@ def run(
 ) -> dict[str, Done]:
     """Runs commands side by side for at most ``limit_s``, their output line by line in one log.
 
-    Each is killed with everything that it started, at the time limit and when this process is told
-    to end.
+    Each is killed with everything that it started in its session, at the time limit and when this
+    process is told to end.
     """
     deadline = time.monotonic() + limit_s
     lines: dict[str, list[str]] = {name: [] for name in commands}
@@ -69,7 +88,9 @@ def run(
             prefixes = {name: f"{name}: " if len(commands) > 1 else "" for name in commands}
             readers = [
                 threading.Thread(
-                    target=_follow, args=(process, prefixes[name], lines[name], stream)
+                    target=_follow,
+                    args=(process, prefixes[name], lines[name], stream),
+                    daemon=True,  # Python waits for the others, before it ends
                 )
                 for name, process in processes.items()
             ]
@@ -78,18 +99,22 @@ def run(
             for name, process in processes.items():
                 codes[name] = _wait(process, deadline)
         finally:
+            deadline = time.monotonic() + GRACE_S
             for process in processes.values():
-                _kill(process)
+                _kill(process, deadline)
+        # What took a session of its own, and stays, may hold the other end.
+        deadline = time.monotonic() + GRACE_S
         for reader in readers:
-            reader.join()
+            reader.join(max(0.0, deadline - time.monotonic()))
     return {name: Done(codes[name], "".join(lines[name])) for name in commands}
 
 
 def _follow(process: subprocess.Popen[str], prefix: str, lines: list[str], stream) -> None:
-    for line in process.stdout or ():
-        lines.append(line)
-        stream.write(prefix + line)
-        stream.flush()
+    with suppress(ValueError):  # the log is closed
+        for line in process.stdout or ():
+            lines.append(line)
+            stream.write(prefix + line)
+            stream.flush()
 
 
 def _wait(process: subprocess.Popen[str], deadline: float) -> int | None:
@@ -99,7 +124,7 @@ def _wait(process: subprocess.Popen[str], deadline: float) -> int | None:
         return None
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str], deadline: float) -> None:
     """Kills the session of a command, though its first process may be gone.
 
     Its process group would not do: ninja gives each compiler a group of its own.
@@ -108,8 +133,28 @@ def _kill(process: subprocess.Popen[str]) -> None:
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
         time.sleep(0.02)
     process.wait()
+
+
+def end_at_signals() -> None:
+    """Makes signals that end a process raise SystemExit, so that ``run`` kills what it started.
+
+    The first alone, as another would break that off: where a group gets a signal, make passes it on
+    once more. What is ignored already, as under nohup, stays so.
+    """
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    signals = [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
+
+    def end(number: int, frame: object) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in signals:
+        signal.signal(each, end)
 
 
 def _session(leader: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+import checkout
 import gpu_check
 import pytest
+import stages
 from stages import Done, Failed, Report, Skipped, Stage, carry_out, run
 
 #: Starts a child in a process group of its own, says who that is, and waits for it.
@@ -54,24 +57,60 @@ def test_what_a_command_left_running_ends_with_it(tmp_path):
     wait_until(lambda: not is_alive(int(done.output)))
 
 
-def test_a_command_ends_when_the_check_is_told_to(tmp_path):
-    """As on a machine that is taken back."""
-    code = (
-        "import os, signal, sys; from pathlib import Path; from stages import run\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        f"run({{'x': {HANGS}}}, Path('x.log'), 60, os.environ, '.')"
-    )
+def test_what_took_a_session_of_its_own_does_not_hold_up_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
+    escapes = ["bash", "-c", "setsid sleep 600 & echo $!; wait"]
+    began = time.monotonic()
+    (done,) = run({"x": escapes}, tmp_path / "x.log", 1, os.environ, tmp_path).values()
+    assert time.monotonic() - began < 30
+    os.kill(int(done.output), signal.SIGKILL)
+
+
+def test_what_cannot_be_killed_does_not_hold_up_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
+    monkeypatch.setattr(stages, "_session", lambda leader: [2**30])  # more than there can be
+    began = time.monotonic()
+    assert run({"x": ["true"]}, tmp_path / "x.log", 60, os.environ, tmp_path) == {"x": Done(0, "")}
+    assert time.monotonic() - began < 30
+
+
+def start(tmp_path, *lines):
+    """Starts Python beside stages.py."""
+    code = "\n".join(["import os, signal", "from pathlib import Path", "import stages", *lines])
     environment = os.environ | {"PYTHONPATH": str(Path(gpu_check.__file__).parent)}
-    check = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=tmp_path, env=environment)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_commands_end_when_the_check_is_told_to(tmp_path, name):
+    """As on a machine that is taken back. The signal comes twice where make passes it on."""
+    commands = {str(index): HANGS for index in range(6)}
+    check = start(
+        tmp_path,
+        f"signal.signal(signal.{name}, signal.SIG_DFL)  # though this process ignores it",
+        "stages.end_at_signals()",
+        f"stages.run({commands}, Path('x.log'), 60, os.environ, '.')",
+    )
     log = tmp_path / "x.log"
 
     def told():
-        return re.findall(r"^\d+$", log.read_text(), re.MULTILINE) if log.exists() else []
+        return re.findall(r"^\d: (\d+)$", log.read_text(), re.MULTILINE) if log.exists() else []
 
-    wait_until(told)
-    check.send_signal(signal.SIGTERM)
-    assert check.wait(30) == 143
-    wait_until(lambda: not is_alive(int(told()[0])))
+    wait_until(lambda: len(told()) == len(commands))
+    number = signal.Signals[name]
+    check.send_signal(number)
+    time.sleep(0.03)
+    check.send_signal(number)
+    assert check.wait(30) == 128 + number
+    wait_until(lambda: not any(is_alive(int(pid)) for pid in told()))
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    """A check under nohup outlives the terminal."""
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    check = start(tmp_path, ignored, "stages.end_at_signals()", "signal.raise_signal(1)")
+    assert check.wait(30) == 0
 
 
 def fails(limit_s):
@@ -205,9 +244,53 @@ def test_a_gpu_that_torch_does_not_find_is_a_failure(machine):
         gpu_check.build(machine._replace(arch=None), 9)
 
 
+def test_python_without_torch_is_a_failure_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "PROBE", "import no_such_torch")
+    machine, about = gpu_check.survey(tmp_path, tmp_path)
+    assert about["GPU"] == "none found"
+    what = f"cannot be imported in this Python, {sys.executable}: .*named 'no_such_torch'"
+    with pytest.raises(Failed, match=what):
+        gpu_check.build(machine, 9)
+
+
+def test_commands_run_in_an_environment_of_the_check(tmp_path, monkeypatch):
+    """A killed build leaves its scratch in what is removed, and pytest runs as it is told here."""
+    monkeypatch.setattr(gpu_check, "PROBE", "")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
+    machine, _ = gpu_check.survey(tmp_path, tmp_path)
+    assert "PYTEST_ADDOPTS" not in machine.environment
+    scratch = Path(machine.environment["TMPDIR"])
+    assert scratch.is_dir() and scratch.is_relative_to(machine.scratch)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_of_the_checkout_alone(tmp_path, monkeypatch):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    assert re.fullmatch("[0-9a-f]{40,}", checkout.commit())
+    monkeypatch.setattr(checkout, "ROOT", inner)
+    assert checkout.commit().startswith("unknown; sources ")
+
+
+def test_what_a_check_did_not_write_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path)])
+    monkeypatch.setattr(gpu_check, "end_at_signals", lambda: None)
+    monkeypatch.setattr(gpu_check, "survey", lambda *_: (None, {"GPU": "none"}))
+    monkeypatch.setattr(gpu_check, "plan", lambda *_: [])
+    for name in (*gpu_check.FILES, "my.log"):
+        (tmp_path / name).touch()
+    assert gpu_check.main() == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["my.log"]
+
+
 def test_every_stage_within_six_minutes_and_eight_files(machine, tmp_path, monkeypatch):
     stages = gpu_check.plan(machine, Report(tmp_path))
     assert [stage.name for stage in stages] == list(gpu_check.LIMITS_S)
     assert sum(stage.limit_s for stage in stages) <= 360
     logs = {f"{stage.name}.log" for stage in stages}
-    assert len(logs | {"report.json", "report.md", "compare-cuda.json", "compare-cuda.md"}) <= 8
+    files = logs | {"report.json", "report.md", "compare-cuda.json", "compare-cuda.md"}
+    assert files < set(gpu_check.FILES) and len(files) <= 8

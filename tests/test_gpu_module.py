@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import distributed
 import gpu
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_another_gpu_than_the_current_one():
 
 
 @several_gpus
-@pytest.mark.parametrize("step", _library.STEPS)
+@pytest.mark.parametrize("step", _library.STEPS[1:])  # the first takes a single tensor
 def test_tensors_on_two_gpus_are_refused(compiled, step):
     good = list(operator_calls(random((4, 3, 5, 2)))[step])
     for index, argument in enumerate(good[1:], start=1):
@@ -96,6 +97,15 @@ def test_tensors_on_two_gpus_are_refused(compiled, step):
             wrong = [*good[:index], argument.to("cuda:1"), *good[index + 1 :]]
             with pytest.raises(ValueError, match=f"{step}: expected .* on the input's device"):
                 getattr(compiled, step)(*wrong)
+
+
+def first_compiled_rank(rank):
+    """In a process of its own: no kernels have been asked for before the trace."""
+    test_one_graph_under_compile()
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    distributed.run(1, first_compiled_rank, setup=gpu.take_gpu)
 
 
 def launches(call):
