@@ -105,7 +105,7 @@ struct ChannelVector {
 };
 
 // The count, the sum and the sum of squares of some values about a pivot, seen from another pivot
-// that lies `delta` below. About the data's own first value a large mean cancels nothing; delta =
+// that lies `delta` below. About one of the data's own values a large mean cancels nothing; delta =
 // pivot gives the raw sums.
 struct Sums {
   double first = 0;   // sum of x - pivot; in backward, of dy
