@@ -49,7 +49,7 @@ test: $(PACKAGE_STAMP)
 
 sanitize: $(PACKAGE_STAMP)
 	mkdir -p build
-	SYNCBN_CUDA=0 CFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q build \
+	SYNCBN_CUDA=0 CFLAGS='$(SANITIZE) -DSYNCBN_POISON' LDFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q build \
 	  --build-base build/sanitize --build-lib build/sanitize/lib >build/sanitize.log \
 	  || { cat build/sanitize.log; exit 1; }
 	$(SANITIZED_PYTEST) -k 'not schedule and not opcheck' tests/test_sanitized.py \

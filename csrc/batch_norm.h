@@ -18,16 +18,17 @@
 #include "arguments.h"
 #include "checks.h"
 #include "namespace.h"
+#include "tensors.h"
 
 namespace syncbn {
 
 template <typename Backend>
 Tensor batch_norm_stats(const Tensor& input) {
-  const Checks checks("batch_norm_stats");
-  const Layout layout = checks.activations(input, "input");
-  Tensor stats = torch::stable::new_empty(input, {2 * layout.C + 1}, ScalarType::Double);
-  Backend::stats(input.get_device_index(), {input.scalar_type(), layout, input.const_data_ptr(),
-                                            stats.mutable_data_ptr<double>()});
+  const Checks checks("batch_norm_stats", input);
+  const Layout layout = checks.input();
+  Tensor stats = allocate_vector(2 * layout.C + 1, ScalarType::Double, input);
+  Backend::stats(input.get_device_index(), {checks.dtype(), layout, input.const_data_ptr(),
+                                            static_cast<double*>(stats.mutable_data_ptr())});
   return stats;
 }
 
@@ -37,13 +38,13 @@ template <typename Backend>
 Tensor elemt(const Checks& checks, const Tensor& input, const Tensor& stats,
              const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
              const Layout& layout, const Running& running) {
-  checks.message(stats, "stats", 2 * layout.C + 1, input);
-  const ChannelVector w = checks.channels(weight, "weight", layout.C, input);
-  const ChannelVector b = checks.channels(bias, "bias", layout.C, input);
-  Tensor output = torch::stable::empty_like(input);
+  checks.message(stats, "stats", 2 * layout.C + 1);
+  const ChannelVector w = checks.channels(weight, "weight", layout.C);
+  const ChannelVector b = checks.channels(bias, "bias", layout.C);
+  Tensor output = allocate_like(input);
   Backend::elemt(input.get_device_index(),
-                 {input.scalar_type(), layout, input.const_data_ptr(), output.mutable_data_ptr(),
-                  stats.const_data_ptr<double>(), eps, w, b, running});
+                 {checks.dtype(), layout, input.const_data_ptr(), output.mutable_data_ptr(),
+                  static_cast<const double*>(stats.const_data_ptr()), eps, w, b, running});
   return output;
 }
 
@@ -53,8 +54,8 @@ template <typename Backend>
 Tensor batch_norm_elemt(const Tensor& input, const Tensor& stats,
                         const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                         double eps) {
-  const Checks checks("batch_norm_elemt");
-  const Layout layout = checks.activations(input, "input");
+  const Checks checks("batch_norm_elemt", input);
+  const Layout layout = checks.input();
   return detail::elemt<Backend>(checks, input, stats, weight, bias, eps, layout, {});
 }
 
@@ -65,47 +66,44 @@ Tensor batch_norm_elemt_running(const Tensor& input, const Tensor& stats,
                                 const Tensor& running_mean, const Tensor& running_var,
                                 const std::optional<Tensor>& num_batches_tracked,
                                 std::optional<double> momentum) {
-  const Checks checks("batch_norm_elemt_running");
-  const Layout layout = checks.activations(input, "input");
+  const Checks checks("batch_norm_elemt_running", input);
+  const Layout layout = checks.input();
   checks.expect(momentum.has_value() || num_batches_tracked.has_value(), "num_batches_tracked",
                 "given where momentum is None", "None");
   const Running running{
-      checks.buffer(running_mean, "running_mean", layout.C, input),
-      checks.buffer(running_var, "running_var", layout.C, input),
-      checks.counter(num_batches_tracked, "num_batches_tracked", input),
+      checks.buffer(running_mean, "running_mean", layout.C),
+      checks.buffer(running_var, "running_var", layout.C),
+      checks.counter(num_batches_tracked, "num_batches_tracked"),
       momentum.value_or(0),
       !momentum.has_value(),
   };
   return detail::elemt<Backend>(checks, input, stats, weight, bias, eps, layout, running);
 }
 
-// The gradients come in the given types; an absent type gives an empty tensor.
+// The gradients of weight and bias are float32, or each of the input's type where it is asked for:
+// a parameter has one of the two. Two flags, as an optional dtype takes longer than the checks.
 template <typename Backend>
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_out, const Tensor& input, const Tensor& stats, double eps,
-    std::optional<ScalarType> weight_dtype, std::optional<ScalarType> bias_dtype) {
-  const Checks checks("batch_norm_backward_reduce");
-  const Layout layout = checks.activations(input, "input");
-  checks.like_input(grad_out, "grad_out", input, layout);
-  checks.message(stats, "stats", 2 * layout.C + 1, input);
-  const auto gradient = [&](const char* argument, std::optional<ScalarType> dtype) {
-    const ScalarType type = dtype.value_or(ScalarType::Float);
-    checks.expect(type == ScalarType::Float || type == input.scalar_type(), argument,
-                  "float32 or the input's dtype", torch::headeronly::toString(type));
-    return torch::stable::new_empty(input, {dtype.has_value() ? layout.C : 0}, type);
-  };
-  const auto vector = [](const Tensor& tensor) {
-    return ChannelVector{tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr(),
-                         tensor.scalar_type()};
-  };
-  Tensor grad_weight = gradient("weight_dtype", weight_dtype);
-  Tensor grad_bias = gradient("bias_dtype", bias_dtype);
-  Tensor sums = torch::stable::new_empty(input, {2 * layout.C}, ScalarType::Double);
-  Backend::backward_reduce(
-      input.get_device_index(),
-      {input.scalar_type(), layout, grad_out.const_data_ptr(), input.const_data_ptr(),
-       stats.const_data_ptr<double>(), eps, sums.mutable_data_ptr<double>(), vector(grad_weight),
-       vector(grad_bias)});
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_out,
+                                                              const Tensor& input,
+                                                              const Tensor& stats, double eps,
+                                                              bool weight_like_input,
+                                                              bool bias_like_input) {
+  const Checks checks("batch_norm_backward_reduce", input);
+  const Layout layout = checks.input();
+  checks.like_input(grad_out, "grad_out", layout);
+  checks.message(stats, "stats", 2 * layout.C + 1);
+  const ScalarType dtype = checks.dtype();
+  const ScalarType weight_dtype = weight_like_input ? dtype : ScalarType::Float;
+  const ScalarType bias_dtype = bias_like_input ? dtype : ScalarType::Float;
+  Tensor grad_weight = allocate_vector(layout.C, weight_dtype, input);
+  Tensor grad_bias = allocate_vector(layout.C, bias_dtype, input);
+  Tensor sums = allocate_vector(2 * layout.C, ScalarType::Double, input);
+  Backend::backward_reduce(input.get_device_index(),
+                           {dtype, layout, grad_out.const_data_ptr(), input.const_data_ptr(),
+                            static_cast<const double*>(stats.const_data_ptr()), eps,
+                            static_cast<double*>(sums.mutable_data_ptr()),
+                            ChannelVector{grad_weight.mutable_data_ptr(), weight_dtype},
+                            ChannelVector{grad_bias.mutable_data_ptr(), bias_dtype}});
   return {sums, grad_weight, grad_bias};
 }
 
@@ -113,17 +111,18 @@ template <typename Backend>
 Tensor batch_norm_backward_elemt(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
                                  const Tensor& sums, const std::optional<Tensor>& weight,
                                  double eps) {
-  const Checks checks("batch_norm_backward_elemt");
-  const Layout layout = checks.activations(input, "input");
-  checks.like_input(grad_out, "grad_out", input, layout);
-  checks.message(stats, "stats", 2 * layout.C + 1, input);
-  checks.message(sums, "sums", 2 * layout.C, input);
-  const ChannelVector w = checks.channels(weight, "weight", layout.C, input);
-  Tensor grad_input = torch::stable::empty_like(input);
-  Backend::backward_elemt(input.get_device_index(),
-                          {input.scalar_type(), layout, grad_out.const_data_ptr(),
-                           input.const_data_ptr(), grad_input.mutable_data_ptr(),
-                           stats.const_data_ptr<double>(), sums.const_data_ptr<double>(), eps, w});
+  const Checks checks("batch_norm_backward_elemt", input);
+  const Layout layout = checks.input();
+  checks.like_input(grad_out, "grad_out", layout);
+  checks.message(stats, "stats", 2 * layout.C + 1);
+  checks.message(sums, "sums", 2 * layout.C);
+  const ChannelVector w = checks.channels(weight, "weight", layout.C);
+  Tensor grad_input = allocate_like(input);
+  Backend::backward_elemt(
+      input.get_device_index(),
+      {checks.dtype(), layout, grad_out.const_data_ptr(), input.const_data_ptr(),
+       grad_input.mutable_data_ptr(), static_cast<const double*>(stats.const_data_ptr()),
+       static_cast<const double*>(sums.const_data_ptr()), eps, w});
   return grad_input;
 }
 

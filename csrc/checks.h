@@ -2,9 +2,6 @@
 // what came. std::invalid_argument reaches Python as ValueError.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <optional>
 #include <ostream>
@@ -13,10 +10,9 @@
 
 #include "layout.h"
 #include "statistics.h"
+#include "tensors.h"
 
 namespace syncbn {
-
-using torch::stable::Tensor;
 
 inline bool same_sizes(const Tensor& a, const Tensor& b) {
   const auto left = a.sizes(), right = b.sizes();
@@ -45,10 +41,17 @@ struct Length {
   }
 };
 
-// The checks of one call of the operator `op`.
+// The checks of one call of the operator `op` on `input`.
 class Checks {
  public:
-  explicit Checks(const char* op) : op_(op) {}
+  Checks(const char* op, const Tensor& input)
+      : op_(op),
+        input_(input),
+        dtype_(dtype_of(input)),
+        is_cuda_(input.is_cuda()),
+        device_index_(input.get_device_index()) {}
+
+  ScalarType dtype() const { return dtype_; }
 
   template <typename Expected, typename Got>
   void expect(bool holds, const char* argument, const Expected& expected, const Got& got) const {
@@ -60,90 +63,95 @@ class Checks {
     }
   }
 
-  // The layout of the activations `tensor`, of shape (N, C, *) and a supported type.
-  Layout activations(const Tensor& tensor, const char* argument) const {
-    expect(tensor.dim() >= 2, argument, "of at least 2 dimensions", Shape{tensor});
-    const ScalarType dtype = tensor.scalar_type();
-    expect(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
-               dtype == ScalarType::BFloat16,
-           argument, "float32, float64, float16 or bfloat16", torch::headeronly::toString(dtype));
-    Layout layout;
-    const bool dense =
-        resolve_layout(tensor.sizes().data(), tensor.strides().data(), tensor.dim(), layout);
-    expect(dense, argument, "contiguous or channels-last", "other strides");
-    expect(layout.C > 0, argument, "of at least one channel", Shape{tensor});
+  // The layout of `input`, of shape (N, C, *) and a supported type.
+  Layout input() const {
+    expect(dtype_ == ScalarType::Float || dtype_ == ScalarType::Double ||
+               dtype_ == ScalarType::Half || dtype_ == ScalarType::BFloat16,
+           "input", "float32, float64, float16 or bfloat16", torch::headeronly::toString(dtype_));
+    const Layout layout = activations(input_, "input");
+    expect(layout.C > 0, "input", "of at least one channel", Shape{input_});
     return layout;
   }
 
-  // `tensor` has the shape, type, device and memory layout of `input`.
-  void like_input(const Tensor& tensor, const char* argument, const Tensor& input,
-                  const Layout& layout) const {
+  // `tensor` has the shape, type, device and memory layout of the input.
+  void like_input(const Tensor& tensor, const char* argument, const Layout& layout) const {
     const Layout own = activations(tensor, argument);
-    expect(same_sizes(tensor, input), argument, "of the input's shape", Shape{tensor});
-    expect(tensor.scalar_type() == input.scalar_type(), argument, "of the input's dtype",
-           torch::headeronly::toString(tensor.scalar_type()));
+    const ScalarType dtype = dtype_of(tensor);
+    expect(same_sizes(tensor, input_), argument, "of the input's shape", Shape{tensor});
+    expect(dtype == dtype_, argument, "of the input's dtype", torch::headeronly::toString(dtype));
     expect(own.channels_last == layout.channels_last || layout.numel() == 0, argument,
            "in the input's memory format", own.channels_last ? "channels-last" : "contiguous");
-    on_device_of(tensor, argument, input);
+    on_device_of_input(tensor, argument);
   }
 
-  // `tensor` is contiguous float64 of `length` values beside `input`: a message.
-  void message(const Tensor& tensor, const char* argument, int64_t length,
-               const Tensor& input) const {
-    expect(tensor.scalar_type() == ScalarType::Double, argument, "float64",
-           torch::headeronly::toString(tensor.scalar_type()));
-    vector(tensor, argument, length, input);
+  // `tensor` is contiguous float64 of `length` values beside the input: a message.
+  void message(const Tensor& tensor, const char* argument, int64_t length) const {
+    const ScalarType dtype = dtype_of(tensor);
+    expect(dtype == ScalarType::Double, argument, "float64", torch::headeronly::toString(dtype));
+    vector(tensor, argument, length);
   }
 
   // `tensor` is a contiguous vector of C parameters or buffers, of a supported type.
-  ChannelVector channels(const std::optional<Tensor>& tensor, const char* argument, int64_t C,
-                         const Tensor& input) const {
-    if (!tensor.has_value()) {
-      return {};
-    }
-    vector(*tensor, argument, C, input);
-    const ScalarType dtype = tensor->scalar_type();
-    expect(dtype == ScalarType::Float || dtype == input.scalar_type(), argument,
+  ChannelVector channels(const std::optional<Tensor>& tensor, const char* argument,
+                         int64_t C) const {
+    return tensor.has_value() ? channels(*tensor, argument, C) : ChannelVector{};
+  }
+
+  ChannelVector channels(const Tensor& tensor, const char* argument, int64_t C) const {
+    vector(tensor, argument, C);
+    const ScalarType dtype = dtype_of(tensor);
+    expect(dtype == ScalarType::Float || dtype == dtype_, argument,
            "float32 or of the input's dtype", torch::headeronly::toString(dtype));
     // Not mutable_data_ptr: that would copy a parameter that shares its memory until written.
-    return {const_cast<void*>(tensor->const_data_ptr()), dtype};
+    return {const_cast<void*>(tensor.const_data_ptr()), dtype};
   }
 
   // The same for a buffer that the operator writes.
-  ChannelVector buffer(const Tensor& tensor, const char* argument, int64_t C,
-                       const Tensor& input) const {
-    ChannelVector vector = channels(tensor, argument, C, input);
+  ChannelVector buffer(const Tensor& tensor, const char* argument, int64_t C) const {
+    ChannelVector vector = channels(tensor, argument, C);
     vector.data = tensor.mutable_data_ptr();
     return vector;
   }
 
-  int64_t* counter(const std::optional<Tensor>& tensor, const char* argument,
-                   const Tensor& input) const {
+  int64_t* counter(const std::optional<Tensor>& tensor, const char* argument) const {
     if (!tensor.has_value()) {
       return nullptr;
     }
-    expect(tensor->scalar_type() == ScalarType::Long, argument, "int64",
-           torch::headeronly::toString(tensor->scalar_type()));
+    const ScalarType dtype = dtype_of(*tensor);
+    expect(dtype == ScalarType::Long, argument, "int64", torch::headeronly::toString(dtype));
     expect(tensor->numel() == 1, argument, "one value", Shape{*tensor});
-    on_device_of(*tensor, argument, input);
-    return tensor->mutable_data_ptr<int64_t>();
+    on_device_of_input(*tensor, argument);
+    return static_cast<int64_t*>(tensor->mutable_data_ptr());
   }
 
  private:
-  void vector(const Tensor& tensor, const char* argument, int64_t length,
-              const Tensor& input) const {
-    expect(tensor.dim() == 1 && tensor.numel() == length, argument, Length{length}, Shape{tensor});
-    expect(tensor.is_contiguous(), argument, "contiguous", "other strides");
-    on_device_of(tensor, argument, input);
+  Layout activations(const Tensor& tensor, const char* argument) const {
+    const auto sizes = tensor.sizes();
+    const int64_t dim = static_cast<int64_t>(sizes.size());
+    expect(dim >= 2, argument, "of at least 2 dimensions", Shape{tensor});
+    Layout layout;
+    const bool dense = resolve_layout(sizes.data(), tensor.strides().data(), dim, layout);
+    expect(dense, argument, "contiguous or channels-last", "other strides");
+    return layout;
   }
 
-  void on_device_of(const Tensor& tensor, const char* argument, const Tensor& input) const {
-    expect(tensor.is_cuda() == input.is_cuda() &&
-               tensor.get_device_index() == input.get_device_index(),
-           argument, "on the input's device", tensor.is_cuda() ? "a CUDA device" : "another");
+  void vector(const Tensor& tensor, const char* argument, int64_t length) const {
+    expect(tensor.dim() == 1 && tensor.numel() == length, argument, Length{length}, Shape{tensor});
+    expect(tensor.is_contiguous(), argument, "contiguous", "other strides");
+    on_device_of_input(tensor, argument);
+  }
+
+  void on_device_of_input(const Tensor& tensor, const char* argument) const {
+    const bool is_cuda = tensor.is_cuda();
+    expect(is_cuda == is_cuda_ && tensor.get_device_index() == device_index_, argument,
+           "on the input's device", is_cuda ? "a CUDA device" : "another");
   }
 
   const char* op_;
+  const Tensor& input_;
+  ScalarType dtype_;
+  bool is_cuda_;
+  int32_t device_index_;
 };
 
 }  // namespace syncbn

@@ -16,7 +16,7 @@ STABLE_TORCH_LIBRARY(SYNCBN_NAMESPACE, m) {
       " Tensor(c!)? num_batches_tracked, float? momentum) -> Tensor");
   m.def(
       "batch_norm_backward_reduce(Tensor grad_out, Tensor input, Tensor stats, float eps,"
-      " ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)");
+      " bool weight_like_input, bool bias_like_input) -> (Tensor, Tensor, Tensor)");
   m.def(
       "batch_norm_backward_elemt(Tensor grad_out, Tensor input, Tensor stats, Tensor sums,"
       " Tensor? weight, float eps) -> Tensor");

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from syncbn_cuda._collective import serves
+from syncbn_cuda._collective import serves_cpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -38,51 +38,58 @@ def check(
         ValueError: a shape or a device does not fit.
         TypeError: a type is not supported.
     """
-    if input.layout != torch.strided:
+    if input.layout is not torch.strided:
         _fail(owner, f"expected a dense input, got one of layout {input.layout}", TypeError)
-    shape = input.shape
+    shape, dtype, device = input.shape, input.dtype, input.device
     if len(shape) < 2:
         _fail(owner, f"expected at least 2D input (got {len(shape)}D input of shape {list(shape)})")
-    if input.dtype not in DTYPES:
+    if dtype not in DTYPES:
         _fail(
             owner,
-            f"expected input of float32, float64, float16 or bfloat16, got {input.dtype}",
+            f"expected input of float32, float64, float16 or bfloat16, got {dtype}",
             TypeError,
         )
-    channels = shape[1] if owner is None else owner.num_features
+    channels: Any = shape[1] if owner is None else owner.num_features
     if shape[1] != channels:
         _fail(owner, f"expected input with {channels} channels in dim 1, got {list(shape)}")
     if channels == 0:
         _fail(owner, f"expected a non-zero number of channels in dim 1, got {list(shape)}")
     if (running_mean is None) != (running_var is None):
         _fail(owner, "expected running_mean and running_var both or neither, got one of them")
-    for vector, label in (
-        (weight, "weight"),
-        (bias, "bias"),
-        (running_mean, "running_mean"),
-        (running_var, "running_var"),
-    ):
-        if vector is None:
-            continue
-        if vector.shape != (channels,):
-            _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
-        if vector.dtype != torch.float32 and vector.dtype != input.dtype:
-            _fail(
-                owner,
-                f"expected {label} of float32 or of the input's {input.dtype}, got {vector.dtype}",
-                TypeError,
-            )
-        if vector.device != input.device:
-            _fail(
-                owner,
-                f"expected {label} on the input's device {input.device}, got {vector.device}: "
-                f"move the model with .to({str(input.device)!r}), or the input",
-            )
+    of_channels = (channels,)
+    for vector in (weight, bias, running_mean, running_var):
+        if vector is not None and (
+            vector.shape != of_channels
+            or (vector.dtype is not torch.float32 and vector.dtype is not dtype)
+            or vector.device != device
+        ):
+            labels = ("weight", "bias", "running_mean", "running_var")
+            vectors = (weight, bias, running_mean, running_var)
+            label = next(n for n, v in zip(labels, vectors, strict=True) if v is vector)
+            _fail_vector(vector, label, input, channels, owner)
 
 
-def lacks_float64(device: torch.device) -> bool:
-    """Whether the message, which is float64, cannot exist on a device."""
-    return device.type == "mps"
+def _fail_vector(
+    vector: Tensor, label: str, input: Tensor, channels: int, owner: torch.nn.Module | None
+) -> NoReturn:
+    if vector.shape != (channels,):
+        _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
+    if vector.dtype not in (torch.float32, input.dtype):
+        _fail(
+            owner,
+            f"expected {label} of float32 or of the input's {input.dtype}, got {vector.dtype}",
+            TypeError,
+        )
+    _fail(
+        owner,
+        f"expected {label} on the input's device {input.device}, got {vector.device}: "
+        f"move the model with .to({str(input.device)!r}), or the input",
+    )
+
+
+def lacks_float64(input: Tensor) -> bool:
+    """Whether the message, which is float64, cannot exist on the input's device."""
+    return input.is_mps
 
 
 def check_training(
@@ -107,21 +114,21 @@ def check_training(
         _fail(owner, f"expected eps to be positive when training, got {eps}")
     if buffers[0] is not None:
         _check_buffers(input, buffers, momentum, owner)
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         _check_inference(input, weight, bias, buffers, owner)
     if group is None:
         if input.numel() == input.shape[1]:
             _fail_single_value(input, owner)
-    elif lacks_float64(input.device):
+    elif lacks_float64(input):
         _fail(owner, f"expected input on a device with float64 to synchronise, got {input.device}")
-    elif input.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not serves(group, input.device):
-            _fail(
-                owner,
-                f"expected input on a device that the process group serves, got {input.device} "
-                f"with backend {group.name()!r}: move the model and its input to that backend's "
-                "device (model.cuda()), or make the group with backend 'cpu:gloo,cuda:nccl'",
-            )
+    elif input.is_cpu and not compiling and not serves_cpu(group):
+        _fail(
+            owner,
+            f"expected input on a device that the process group serves, got {input.device} with "
+            f"backend {group.name()!r}: move the model and its input to that backend's device "
+            "(model.cuda()), or make the group with backend 'cpu:gloo,cuda:nccl'",
+        )
 
 
 def _check_buffers(
@@ -130,14 +137,16 @@ def _check_buffers(
     momentum: float | None,
     owner: torch.nn.Module | None,
 ) -> None:
-    for running, label in zip(buffers[:2], ("running_mean", "running_var"), strict=True):
-        if running is not None and not running.is_contiguous():
-            _fail(owner, f"expected {label} to be contiguous, got strides {running.stride()}")
-    counter = buffers[2]
+    running_mean, running_var, counter = buffers
+    assert running_mean is not None and running_var is not None
+    if not (running_mean.is_contiguous() and running_var.is_contiguous()):
+        label = "running_var" if running_mean.is_contiguous() else "running_mean"
+        strides = (running_mean.stride(), running_var.stride())[label == "running_var"]
+        _fail(owner, f"expected {label} to be contiguous, got strides {strides}")
     if counter is None:
         if momentum is None:
             _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
-    elif (counter.dtype, counter.numel(), counter.device) != (torch.int64, 1, input.device):
+    elif counter.dtype is not torch.int64 or counter.numel() != 1 or counter.device != input.device:
         _fail(
             owner,
             f"expected num_batches_tracked to be one int64 on {input.device}, got "
@@ -154,13 +163,14 @@ def _check_inference(
 ) -> None:
     """Raises now what autograd would raise after the collective, with the buffers moved."""
     if buffers[0] is not None and not torch.is_inference_mode_enabled():
-        if any(b is not None and b.is_inference() for b in buffers):
-            _fail(
-                owner,
-                "buffers made in inference mode cannot be updated outside of it: make the layer "
-                "outside, or copy it there",
-                RuntimeError,
-            )
+        for buffer in buffers:
+            if buffer is not None and buffer.is_inference():
+                _fail(
+                    owner,
+                    "buffers made in inference mode cannot be updated outside of it: make the "
+                    "layer outside, or copy it there",
+                    RuntimeError,
+                )
     saved = input.is_inference() or (weight is not None and weight.is_inference())
     if saved and torch.is_grad_enabled():
         if any(t is not None and t.requires_grad for t in (input, weight, bias)):

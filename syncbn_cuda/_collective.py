@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+_AVAILABLE = dist.is_available()
 _options: Any = None
 
 
@@ -21,23 +23,31 @@ def resolve_group(process_group: Any | None) -> Any | None:
     Raises:
         ValueError: this rank is not a member of the group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (_AVAILABLE and dist.is_initialized()):
         return None
-    group = dist.group.WORLD if process_group is None else process_group
+    group: Any = dist.group.WORLD if process_group is None else process_group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "process_group: this rank is not a member of the group it was given; "
             "give each rank the group that holds it"
         )
-    return group if dist.get_world_size(group) > 1 else None
+    return group if group.size() > 1 else None
 
 
-def serves(group: Any, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors on the device (asks no peer)."""
-    try:
-        return device.type in {served.type for served in group._device_types}
-    except (AttributeError, RuntimeError):
-        return True  # a group of another kind: its own collective will tell
+#: Whether a group has a backend for CPU tensors: asking takes longer than the collective's call.
+_serves_cpu: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def serves_cpu(group: Any) -> bool:
+    """Whether the group has a backend for tensors on the CPU (asks no peer)."""
+    serves = _serves_cpu.get(group)
+    if serves is None:
+        try:
+            serves = any(served.type == "cpu" for served in group._device_types)
+        except (AttributeError, RuntimeError):
+            serves = True  # a group of another kind: its own collective will tell
+        _serves_cpu[group] = serves
+    return serves
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:

@@ -89,20 +89,22 @@ def batch_norm_backward_reduce(
     input: Tensor,
     stats: Tensor,
     eps: float,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+    weight_like_input: bool,
+    bias_like_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns float64 [2C] (sum dy, sum dy * (x - mean)) and the gradients of weight and bias."""
+    """Returns float64 [2C] (sum dy, sum dy * (x - mean)) and the gradients of weight and bias.
+
+    These are float32, or each of the input's type where it is asked for.
+    """
     mean, var, _ = _moments(stats)
     dims = _reduced_dims(input)
     sum_dy = grad_out.double().sum(dims)
     sum_dy_xmu = (grad_out.double() * _centred(input, mean)).sum(dims)
     grad_weight = sum_dy_xmu * (var + eps).rsqrt()
-    nothing = sum_dy.new_empty(0, dtype=torch.float32)
     return (
         torch.cat([sum_dy, sum_dy_xmu]),
-        nothing if weight_dtype is None else grad_weight.to(weight_dtype),
-        nothing if bias_dtype is None else sum_dy.to(bias_dtype),
+        grad_weight.to(input.dtype if weight_like_input else torch.float32),
+        sum_dy.to(input.dtype if bias_like_input else torch.float32),
     )
 
 

@@ -13,6 +13,7 @@ import importlib
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,11 +52,17 @@ STEPS = (
 
 
 class Kernels:
-    """The five steps under the names of :data:`STEPS`, as operator overloads (quick to call)."""
+    """The five steps under the names of :data:`STEPS`, as operator overloads, which tracers know.
+
+    ``eager`` has them as what an overload calls in turn, without a frame of Python in between.
+    """
 
     def __init__(self, namespace: str) -> None:
+        self.eager = SimpleNamespace()
         for step in STEPS:
-            setattr(self, step, getattr(getattr(torch.ops, namespace), step).default)
+            overload = getattr(getattr(torch.ops, namespace), step).default
+            setattr(self, step, overload)
+            setattr(self.eager, step, getattr(overload, "_op", overload))
 
 
 def _load(name: str) -> str | None:
@@ -137,14 +144,19 @@ def _report(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+_CPU = torch.device("cpu")
+
+
 def kernels_for(device: torch.device) -> Any:
     """The steps for tensors on a device: compiled operators or :mod:`syncbn_cuda._composite`."""
-    if _available.compiled is None:
+    compiled = _available.compiled
+    if compiled is None:
         return _composite
-    kind = device.type
-    if kind in ("cpu", "meta") or (kind == "cuda" and _available.cuda() is None):
-        return _available.compiled
-    return _composite
+    if device != _CPU:  # asking for the type takes as long as all the rest
+        kind = device.type
+        if kind not in ("cpu", "meta") and not (kind == "cuda" and _available.cuda() is None):
+            return _composite
+    return compiled if torch.compiler.is_compiling() else compiled.eager
 
 
 def build_info() -> dict[str, Any]:
@@ -218,16 +230,16 @@ def register_fakes(namespace: str) -> None:
         input: Tensor,
         stats: Tensor,
         eps: float,
-        weight_dtype: torch.dtype | None,
-        bias_dtype: torch.dtype | None,
+        weight_like_input: bool,
+        bias_like_input: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         channels = input.shape[1]
 
-        def gradient(dtype: torch.dtype | None) -> Tensor:
-            return input.new_empty(0 if dtype is None else channels, dtype=dtype or torch.float32)
+        def gradient(like_input: bool) -> Tensor:
+            return input.new_empty(channels, dtype=input.dtype if like_input else torch.float32)
 
         sums = input.new_empty(2 * channels, dtype=torch.float64)
-        return sums, gradient(weight_dtype), gradient(bias_dtype)
+        return sums, gradient(weight_like_input), gradient(bias_like_input)
 
     @fake("batch_norm_backward_elemt")
     def backward_elemt(grad_out: Tensor, input: Tensor, *_: Any) -> Tensor:

@@ -23,14 +23,6 @@ def like_input(grad_out: Tensor, input: Tensor) -> Tensor:
     return torch.empty_like(input).copy_(grad_out)
 
 
-def mark_changed(*buffers: Tensor | None) -> None:
-    """Tells autograd that a kernel wrote buffers: an operator's own schema does not do so."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(
-            [b for b in buffers if b is not None and not b.is_inference()]
-        )
-
-
 def allocate_again(input: Tensor) -> None:
     """Repeats the allocation of an output, so that torch raises its own OutOfMemoryError.
 

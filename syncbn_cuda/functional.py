@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from syncbn_cuda import _checks, _composite
 from syncbn_cuda._collective import AllReduce, all_reduce, resolve_group
 from syncbn_cuda._library import kernels_for
-from syncbn_cuda._tensors import allocate_again, dense, like_input, mark_changed
+from syncbn_cuda._tensors import allocate_again, dense, like_input
 
 
 def sync_batch_norm(
@@ -122,7 +123,7 @@ def batch_norm(
         return _evaluate(input, running_mean, running_var, weight, bias, eps)
     buffers = (running_mean, running_var, num_batches_tracked)
     _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner)
-    if _checks.lacks_float64(input.device):
+    if _checks.lacks_float64(input):
         return _train_alone(
             input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
         )
@@ -131,13 +132,7 @@ def batch_norm(
             dense(input),
             weight if weight is None else weight.contiguous(),
             bias if bias is None else bias.contiguous(),
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            momentum,
-            eps,
-            group,
-            owner,
+            (running_mean, running_var, num_batches_tracked, momentum, eps, group, owner),
         )
     except RuntimeError:
         allocate_again(input)
@@ -192,28 +187,18 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
-        group: Any | None,
-        owner: torch.nn.Module | None,
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
     ) -> Tensor:
+        # In one tuple: autograd looks at each argument of its own, forward and backward.
+        running_mean, running_var, num_batches_tracked, momentum, eps, group, owner = call
         kernels = kernels_for(input.device)
         stats = kernels.batch_norm_stats(input)
         if group is not None:
             all_reduce(stats, group)
             _checks.check_global_count(input, stats, owner)
         ctx.save_for_backward(input, weight, stats)
-        ctx.eps = eps
-        ctx.group = group
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        if running_mean is None or running_var is None:
+        ctx.of_call = (eps, group, bias is not None and bias.dtype is not torch.float32)
+        if running_mean is None:
             return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
         output = kernels.batch_norm_elemt_running(
             input,
@@ -226,52 +211,55 @@ class _SyncBatchNorm(torch.autograd.Function):
             num_batches_tracked,
             momentum,
         )
-        mark_changed(running_mean, running_var, num_batches_tracked)
+        if not torch.compiler.is_compiling():
+            # An operator's schema alone does not tell autograd that the buffers were written.
+            written = (running_mean, running_var, num_batches_tracked)
+            increment_version(written if num_batches_tracked is not None else written[:2])
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         try:
-            return (*_gradients(ctx, grads[0]), *(None,) * 7)
+            return _gradients(ctx, grads[0])
         except RuntimeError:
             allocate_again(grads[0])
             raise
 
 
-def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of input, weight and bias."""
+def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of input, weight and bias, and None for the rest of the call."""
     input, weight, stats = ctx.saved_tensors
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    kernels = kernels_for(input.device)
+    needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    eps, group, bias_like_input = ctx.of_call
+    weight_like_input = weight is not None and weight.dtype is not torch.float32
     # create_graph=True: the same steps in operations that autograd sees through, from
     # statistics that depend on the input (and so on every rank's).
     differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if differentiable:
         kernels = _composite
         stats = kernels.batch_norm_stats(input)
-        if ctx.group is not None:
+        if group is not None:
             # Where the input needs no gradient too, so that this rank's second backward comes to
             # the collective that a peer's waits in.
-            stats = AllReduce.apply(stats.requires_grad_(), ctx.group)
+            stats = AllReduce.apply(stats.requires_grad_(), group)
     else:
+        kernels = kernels_for(input.device)
         grad_out = like_input(grad_out, input)
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(
-        grad_out,
-        input,
-        stats,
-        ctx.eps,
-        weight.dtype if needs_weight else None,
-        ctx.bias_dtype if needs_bias else None,
+        grad_out, input, stats, eps, weight_like_input, bias_like_input
     )
     # Whatever needs a gradient here: a peer may need more, and it waits for this rank.
-    if ctx.group is not None:
+    if group is not None:
         if differentiable:
-            sums = AllReduce.apply(sums, ctx.group)
+            sums = AllReduce.apply(sums, group)
         else:
-            all_reduce(sums, ctx.group)
+            all_reduce(sums, group)
     grad_input = None
     if needs_input:
-        grad_input = kernels.batch_norm_backward_elemt(
-            grad_out, input, stats, sums, weight, ctx.eps
-        )
-    return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None
+        grad_input = kernels.batch_norm_backward_elemt(grad_out, input, stats, sums, weight, eps)
+    return (
+        grad_input,
+        grad_weight if needs_weight else None,
+        grad_bias if needs_bias else None,
+        None,
+    )

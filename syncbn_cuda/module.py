@@ -95,20 +95,33 @@ class FastSyncBatchNorm(_BatchNorm):
         if isinstance(input, torch.fx.Proxy):  # traced as a leaf, as torch's own layer is
             tracer = input.tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        keeps_buffers = self.training and not self.track_running_stats
-        running_mean = None if keeps_buffers else self.running_mean
-        running_var = None if keeps_buffers else self.running_var
+        # Where nn.Module would find them too, after all other places. What a parametrization, a
+        # replica or FSDP has put elsewhere is an attribute.
+        try:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:
+            weight, bias = self.weight, self.bias
+        try:
+            buffers = self._buffers
+            running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+            num_batches_tracked = buffers["num_batches_tracked"]
+        except KeyError:
+            running_mean, running_var = self.running_mean, self.running_var
+            num_batches_tracked = self.num_batches_tracked
+        training = self.training
+        if training and not self.track_running_stats:
+            running_mean = running_var = None
         return functional.batch_norm(
             input,
             running_mean,
             running_var,
-            self.weight,
-            self.bias,
-            self.training or (running_mean is None and running_var is None),
+            weight,
+            bias,
+            training or (running_mean is None and running_var is None),
             self.momentum,
             self.eps,
-            self.num_batches_tracked if self.training else None,
-            resolve_group(self.process_group) if self.training else None,
+            num_batches_tracked if training else None,
+            resolve_group(self.process_group) if training else None,
             self,
         )
 

@@ -48,7 +48,7 @@ def step(x: Tensor, dy: Tensor, device: str) -> tuple[Tensor, Tensor]:
     stats = kernels.batch_norm_stats(x)
     kernels.batch_norm_elemt(x, stats, None, None, EPS)
     y = kernels.batch_norm_elemt_running(x, stats, weight, bias, EPS, mean, var, counter, None)
-    sums, *_ = kernels.batch_norm_backward_reduce(dy, x, stats, EPS, torch.float32, x.dtype)
+    sums, *_ = kernels.batch_norm_backward_reduce(dy, x, stats, EPS, False, True)
     dx = kernels.batch_norm_backward_elemt(dy, x, stats, sums, weight, EPS)
     return y.cpu(), dx.cpu()
 

@@ -50,7 +50,7 @@ def reductions(kernels, x, dy, stats):
     """The steps in which blocks meet."""
     return [
         kernels.batch_norm_stats(x),
-        *kernels.batch_norm_backward_reduce(dy, x, stats, EPS, torch.float32, torch.float32),
+        *kernels.batch_norm_backward_reduce(dy, x, stats, EPS, False, False),
     ]
 
 
@@ -67,7 +67,7 @@ def test_each_step_is_one_launch(runtime, kernels, batch):
         ("stats", (x,)),
         ("elemt", (x, stats, None, None, EPS)),
         ("elemt_running", (x, stats, None, None, EPS, *buffers, 0.1)),
-        ("backward_reduce", (dy, x, stats, EPS, torch.float32, torch.float32)),
+        ("backward_reduce", (dy, x, stats, EPS, False, False)),
         ("backward_elemt", (dy, x, stats, sums, None, EPS)),
     ):
         runtime.events()
@@ -84,7 +84,7 @@ def test_an_empty_rank_launches_no_kernel_but_that_of_the_buffers(runtime, kerne
     buffers = [torch.zeros(3), torch.ones(3), torch.tensor(0)]
     kernels.batch_norm_elemt_running(x, stats, None, None, EPS, *buffers, 0.1)
     assert runtime.events() == ["launch"]
-    kernels.batch_norm_backward_reduce(x, x, stats, EPS, torch.float32, torch.float32)
+    kernels.batch_norm_backward_reduce(x, x, stats, EPS, False, False)
     assert runtime.events() == ["zero"] * 3  # the sums, and the gradients of weight and bias
     kernels.batch_norm_backward_elemt(x, x, stats, stats[:-1], None, EPS)
     assert runtime.events() == []

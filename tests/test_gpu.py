@@ -72,7 +72,7 @@ def all_steps(compiled, x, dy):
     """What the operators make of one batch, one after the other."""
     stats = compiled.batch_norm_stats(x)
     y = compiled.batch_norm_elemt(x, stats, None, None, EPS)
-    sums = compiled.batch_norm_backward_reduce(dy, x, stats, EPS, torch.float32, x.dtype)
+    sums = compiled.batch_norm_backward_reduce(dy, x, stats, EPS, False, True)
     return stats, y, *sums, compiled.batch_norm_backward_elemt(dy, x, stats, sums[0], None, EPS)
 
 
@@ -161,6 +161,6 @@ def test_tensors_beyond_the_range_of_int32(compiled, channels_last):
     assert_repeats(y, reference.forward(numpy(pattern), eps=EPS).output)
     del y
     dy = repeated(slope, times, channels_last)
-    sums, *_ = compiled.batch_norm_backward_reduce(dy, x, stats, EPS, None, None)
+    sums, *_ = compiled.batch_norm_backward_reduce(dy, x, stats, EPS, False, False)
     dx = compiled.batch_norm_backward_elemt(dy, x, stats, sums, None, EPS)
     assert_repeats(dx, reference.backward(numpy(slope), numpy(pattern), eps=EPS).input)

@@ -95,10 +95,10 @@ def test_backward(kernels, shape, dtype, layout):
     expected = reference.backward(*both, numpy(weight), EPS)
 
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(
-        dy, x, stats, EPS, torch.float32, dtype
+        dy, x, stats, EPS, False, True
     )
     other_sums, other_grad_weight, other_grad_bias = kernels.batch_norm_backward_reduce(
-        other_dy, other, stats, EPS, torch.float32, dtype
+        other_dy, other, stats, EPS, False, True
     )
     rounding = torch.float64 if dtype == torch.float64 else torch.float32
     total = sums + other_sums
@@ -124,7 +124,7 @@ def test_an_empty_rank(kernels, shape, dtype):
     y = kernels.batch_norm_elemt_running(x, peers, None, None, EPS, *running, 0.1)
     assert y.shape == x.shape and running[2] == 1 and (running[1] != 1).all()
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(
-        x, x, peers, EPS, torch.float32, torch.float32
+        x, x, peers, EPS, False, False
     )
     for result, length in ((sums, 8), (grad_weight, 4), (grad_bias, 4)):
         assert torch.equal(result, torch.zeros(length, dtype=result.dtype))
@@ -137,7 +137,7 @@ def test_when_all_ranks_are_empty_the_buffers_stay(kernels):
     stats = kernels.batch_norm_stats(x)
     kernels.batch_norm_elemt_running(x, stats, None, None, EPS, *running, 0.1)
     assert (running[0] == 2).all() and (running[1] == 3).all() and running[2] == 7
-    sums, grad_weight, _ = kernels.batch_norm_backward_reduce(x, x, stats, EPS, torch.float32, None)
+    sums, grad_weight, _ = kernels.batch_norm_backward_reduce(x, x, stats, EPS, False, True)
     assert not sums.any() and not grad_weight.any()
 
 
@@ -179,9 +179,7 @@ def test_any_number_of_threads_gives_the_same_bits(compiled, dtype, layout):
     for threads in (1, 2, 3, 2):
         torch.set_num_threads(threads)
         stats = compiled.batch_norm_stats(x)
-        results.append(
-            (stats, *compiled.batch_norm_backward_reduce(dy, x, stats, EPS, dtype, dtype))
-        )
+        results.append((stats, *compiled.batch_norm_backward_reduce(dy, x, stats, EPS, True, True)))
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -199,7 +197,7 @@ def operator_calls(x):
             *(x, stats, weight, bias, EPS, *running),
             *(torch.tensor(0), None),
         ),
-        "batch_norm_backward_reduce": (dy, x, stats, EPS, torch.float32, None),
+        "batch_norm_backward_reduce": (dy, x, stats, EPS, False, True),
         "batch_norm_backward_elemt": (dy, x, stats, sums, weight, EPS),
     }
 

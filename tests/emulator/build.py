@@ -24,7 +24,8 @@ KERNELS = ("stats", "elemt", "backward_reduce", "backward_elemt")
 PARTS = [*sorted(HERE.glob("*.cpp")), *(CSRC / "cuda" / f"{kernel}.cu" for kernel in KERNELS)]
 FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wno-unknown-pragmas"
-    " -DSYNCBN_EMULATOR -DSYNCBN_MODULE=syncbn_emulator -DTORCH_TARGET_VERSION=0x020a000000000000"
+    " -DSYNCBN_EMULATOR -DSYNCBN_POISON -DSYNCBN_MODULE=syncbn_emulator"
+    " -DTORCH_TARGET_VERSION=0x020a000000000000"
 ).split()
 TORCH = Path(torch.__file__).parent
 LIBRARIES = [f"-L{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]

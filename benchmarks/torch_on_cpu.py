@@ -1,0 +1,113 @@
+"""torch's own SyncBatchNorm on the CPU, which it refuses: its Python as it is, other kernels.
+
+The module and the autograd function are those of the torch that is installed, so that their calls,
+checks and collectives are what a user pays for on the host. Their five kernels exist for GPUs
+alone; one ATen operator of the CPU stands in for each, with about the same work to do. Results are
+not those of a synchronised batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.batch_norm_update_stats(input, None, None, 0.0)
+
+
+def _gather_stats_with_counts(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return torch.batch_norm_update_stats(mean, running_mean, running_var, momentum)
+
+
+def _elemt(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+) -> Tensor:
+    return torch.native_batch_norm(input, weight, bias, mean, invstd, False, 0.0, eps)[0]
+
+
+def _backward_reduce(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, grad_weight, grad_bias = _native_backward(
+        grad_out, input, weight, None, None, mean, invstd, True, 1e-5, [False, True, True]
+    )
+    return grad_bias, grad_weight, grad_weight, grad_bias
+
+
+def _backward_elemt(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    return _native_backward(
+        grad_out, input, weight, mean, invstd, None, None, False, 1e-5, [True, False, False]
+    )[0]
+
+
+_native_backward = torch.ops.aten.native_batch_norm_backward.default
+
+
+def _all_gather(output: Tensor, input: Tensor, group: Any, async_op: bool = False) -> None:
+    # The fake backend cannot gather into the (1, world size * length) that it is given here.
+    getattr(group, _GATHER_METHOD)(output.view(-1), input, _GATHER_OPTIONS).wait()
+
+
+#: The wrapper that torch's function calls has checks of its own, and so takes longer than this.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_GATHER_METHOD = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+_GATHER_OPTIONS = dist.distributed_c10d.AllgatherOptions()
+_GATHER_OPTIONS.asyncOp = False
+
+#: What stands in for each kernel of ``torch``.
+KERNELS: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _stats,
+    "batch_norm_gather_stats_with_counts": _gather_stats_with_counts,
+    "batch_norm_elemt": _elemt,
+    "batch_norm_backward_reduce": _backward_reduce,
+    "batch_norm_backward_elemt": _backward_elemt,
+}
+
+
+@contextmanager
+def torch_on_cpu() -> Iterator[None]:
+    """Lets ``nn.SyncBatchNorm`` train on the CPU."""
+    with patch.multiple(torch, **KERNELS):
+        # Its list of devices ends with that of an extension, if there is one.
+        with (
+            patch.object(torch._C, "_get_privateuse1_backend_name", lambda: "cpu"),
+            patch.object(dist, _GATHER, _all_gather),
+        ):
+            yield
