@@ -9,7 +9,7 @@ not those of a synchronised batch norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -102,12 +102,14 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def torch_on_cpu() -> Iterator[None]:
-    """Lets ``nn.SyncBatchNorm`` train on the CPU."""
-    with patch.multiple(torch, **KERNELS):
-        # Its list of devices ends with that of an extension, if there is one.
-        with (
-            patch.object(torch._C, "_get_privateuse1_backend_name", lambda: "cpu"),
-            patch.object(dist, _GATHER, _all_gather),
-        ):
-            yield
+def torch_on_cpu(wanted: bool = True) -> Iterator[None]:
+    """Lets ``nn.SyncBatchNorm`` train on the CPU, where that is wanted."""
+    with ExitStack() as patched:
+        if wanted:
+            patched.enter_context(patch.multiple(torch, **KERNELS))
+            patched.enter_context(patch.object(dist, _GATHER, _all_gather))
+            # Its list of devices ends with that of an extension, if there is one.
+            patched.enter_context(
+                patch.object(torch._C, "_get_privateuse1_backend_name", lambda: "cpu")
+            )
+        yield

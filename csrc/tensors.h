@@ -34,13 +34,12 @@ inline const KnownType (&known_types())[5] {
   return types;
 }
 
+// Types by the codes of torch's C interface.
 inline Tensor empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides,
-                            int32_t dtype_code, const Tensor& beside) {
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device_type));
+                            int32_t dtype, int32_t device_type, int32_t device_index) {
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype_code, device_type,
-                                                  beside.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, device_index, &handle));
   Tensor tensor(handle);
 #ifdef SYNCBN_POISON  // in the tests' builds for the CPU: what no kernel writes is NaN
   int64_t bytes = 0;
@@ -63,12 +62,18 @@ inline ScalarType dtype_of(const Tensor& tensor) {
   return tensor.scalar_type();
 }
 
+inline int32_t device_type_of(const Tensor& tensor) {
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+  return device_type;
+}
+
 // Of the shape, strides, type and device of `input`, which is dense.
 inline Tensor allocate_like(const Tensor& input) {
-  int32_t code = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(input.get(), &code));
-  return detail::empty_strided(input.dim(), input.sizes().data(), input.strides().data(), code,
-                               input);
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(input.get(), &dtype));
+  return detail::empty_strided(input.dim(), input.sizes().data(), input.strides().data(), dtype,
+                               device_type_of(input), input.get_device_index());
 }
 
 // `dtype`: one of the known types.
@@ -78,7 +83,8 @@ inline Tensor allocate_vector(int64_t length, ScalarType dtype, const Tensor& be
   while (known->dtype != dtype) {
     ++known;
   }
-  return detail::empty_strided(1, &length, &stride, known->code, beside);
+  return detail::empty_strided(1, &length, &stride, known->code, device_type_of(beside),
+                               beside.get_device_index());
 }
 
 }  // namespace syncbn

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu import on_gpu, several_gpus  # noqa: F401
 from inputs import LAYOUTS, random
+from test_memory import test_backward_keeps_the_input_and_three_vectors  # noqa: F401
 from test_module import (  # noqa: F401
     test_a_kernel_that_wrote_the_buffers_is_seen_by_autograd,
     test_all_arguments_do_what_batch_norm_does,
@@ -114,6 +115,16 @@ def launches(call):
         call()
         torch.cuda.synchronize()
     return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+
+
+def test_200_steps_keep_nothing():
+    layer, x = FastSyncBatchNorm(64), random((4, 64, 130, 128)).requires_grad_()
+    wanted = (x, *layer.parameters())
+    held = []
+    for _ in range(210):
+        torch.autograd.grad(layer(x), wanted, x.detach())
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] == held[9]
 
 
 KERNELS = {

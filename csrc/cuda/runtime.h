@@ -11,11 +11,11 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <map>
 #include <mutex>
 
+#include "../tensors.h"
 #include "plan.h"
 #include "platform.h"
 
@@ -44,9 +44,9 @@ inline void zero(void* data, int64_t bytes, Stream stream) {
 }
 
 inline torch::stable::Tensor allocate(int64_t bytes, int device_index) {
-  return torch::stable::empty(
-      {bytes}, torch::headeronly::ScalarType::Byte, std::nullopt,
-      torch::stable::Device(torch::headeronly::DeviceType::CUDA, device_index));
+  const int64_t stride = 1;
+  return detail::empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
+                               aoti_torch_device_type_cuda(), device_index);
 }
 
 // Of the current device and kept to the end of the process. Elsewhere another thread may be
