@@ -72,7 +72,7 @@ format: $(DEV_STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: $(PACKAGE_STAMP)
-	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks layers $(BENCH_ARGS)
 
 gpu-check:
 	$(PYTHON) tests/gpu_check.py '$(OUT)'

@@ -1,4 +1,4 @@
-"""Timing that a busy machine does not turn into luck, and the machine it was done on.
+"""Timing that a busy machine does not turn into luck.
 
 Candidates take turns (A, B, A, B, ...), so that a machine that slows down slows all of them, and
 the ratio of two candidates is taken turn by turn. Times are medians with the 20th and the 80th
@@ -8,12 +8,9 @@ percentile, because a shared machine has a long tail on one side.
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,51 +129,10 @@ def ratio(times: dict[str, np.ndarray], ours: str, baseline: str) -> Spread:
     return Spread.of(times[baseline] / times[ours])
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Says what a row was measured on; goes into each row, so that rows can be moved about."""
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
-    gpu = driver = None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "cpu": _cpu_model(),
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "gpu": gpu,
-        "driver": driver.splitlines()[0] if driver else None,
-        "cuda": torch.version.cuda if gpu else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "commit": _commit(),
-    }
-
-
-def _cpu_model() -> str:
+def progress(jobs: Iterable, unit: str = "layer") -> Any:
+    """Shows how far a loop is: on rank 0, and where tqdm is installed."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    here = str(Path(__file__).parent)
-    commit = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
-    if commit is None:
-        return "unknown"
-    return commit + ("+changes" if _output("git", "-C", here, "status", "--porcelain") else "")
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return jobs
+    return tqdm(jobs, unit=unit, disable=int(os.environ.get("RANK", 0)) > 0)

@@ -42,7 +42,7 @@ LIMITS_S = {"build": 100, "tests": 140, "sanitizer": 75, "benchmark": 40}
 #: All that a check may leave in OUT.
 FILES = (
     *("report.md", "report.json", *(f"{stage}.log" for stage in LIMITS_S)),
-    *(f"compare-{device}.{kind}" for device in ("cpu", "cuda") for kind in ("md", "json")),
+    *(f"bench-{device}.{kind}" for device in ("cpu", "cuda") for kind in ("md", "json")),
 )
 CORES = 16
 DRY_ARCH = "9.0"
@@ -189,12 +189,12 @@ def sanitize(machine: Machine, limit_s: float) -> str:
 
 def benchmark(machine: Machine, report: Report, limit_s: float) -> str:
     device = "cuda" if machine.arch else "cpu"
-    command = [sys.executable, "-m", "benchmarks.compare", "--device", device, "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "layers", "--device", device, "--quick"]
     command += ["--out", str(machine.out)] + ([] if machine.arch else ["--turns", "3"])
     require(machine.run("benchmark.log", limit_s, benchmark=command)["benchmark"], limit_s)
-    table = (machine.out / f"compare-{device}.md").read_text()
+    table = (machine.out / f"bench-{device}.md").read_text()
     report.sections["Benchmark"] = table.split("\n", 1)[1].replace("## ", "### ")
-    rows = json.loads((machine.out / f"compare-{device}.json").read_text())
+    rows = json.loads((machine.out / f"bench-{device}.json").read_text())["rows"]
     return f"{len(rows)} rows" + ("" if machine.arch else " on the CPU: no GPU")
 
 

@@ -292,5 +292,5 @@ def test_every_stage_within_six_minutes_and_eight_files(machine, tmp_path, monke
     assert [stage.name for stage in stages] == list(gpu_check.LIMITS_S)
     assert sum(stage.limit_s for stage in stages) <= 360
     logs = {f"{stage.name}.log" for stage in stages}
-    files = logs | {"report.json", "report.md", "compare-cuda.json", "compare-cuda.md"}
+    files = logs | {"report.json", "report.md", "bench-cuda.json", "bench-cuda.md"}
     assert files < set(gpu_check.FILES) and len(files) <= 8
