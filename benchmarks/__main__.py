@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -55,6 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="types of the inputs")
     parser.add_argument("--match", metavar="TEXT", default="", help="only what has it in its name")
     parser.add_argument("--turns", type=int, help="timed turns of each candidate")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no layer after them")
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write bench-DEVICE.json, .md, plots"
@@ -95,6 +97,7 @@ def options_of(args: argparse.Namespace) -> Options:
         turns=args.turns or (LEAST_TURNS if args.quick else 50),
         dtypes=tuple(DTYPES[name] for name in dtypes),
         match=args.match,
+        seconds=args.seconds,
     )
 
 

@@ -1,8 +1,8 @@
 """The time of a GPU alone: CUDA graphs over rotating buffers, and what a call needs of memory.
 
 Cold: a graph holds one call for each of several buffers, which together outgrow the second-level
-cache twice, or which that cache was flushed of before: every input comes from memory, as in a net
-whose other layers ran in between. Warm: a graph repeats a call on one buffer, right after itself.
+cache twice, and that cache is flushed before: every input comes from memory, as in a net whose
+other layers ran in between. Warm: a graph repeats a call on one buffer, right after itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 
 from benchmarks.harness import flush, interleave
 
-#: Calls in one graph at most, and on one buffer: enough to make nothing of its launch.
-MOST_BUFFERS = 32
-REPEATS = 10
+#: Enough calls in one graph to make little of its launch.
+MOST_BUFFERS = 16
 
 #: Cycles of a GPU, about half a millisecond: time for the host to launch one eager call.
 HOLD_CYCLES = 1_000_000
@@ -62,7 +61,7 @@ def time_graphs(
     """
     graphs, size = {}, {}
     for name, each in calls.items():
-        row = each if cold else [each[0]] * REPEATS
+        row = each if cold else [each[0]] * len(each)
         graphs[name] = captured(row, keep=cold)
         size[name] = len(row)
     before = flush(device) if cold else lambda call: call()

@@ -33,8 +33,10 @@ def table(rows: list[dict]) -> str:
     costs = [row for row in rows if row["measured"] == "cost"]
     if costs:
         parts += ["### Errors against float64", _errors(costs)]
-    if any("counts" in row for row in costs):
-        parts += ["### Launches and waits", _counts(costs), "### Peak memory", _peaks(costs)]
+    if any(row.get("counts") for row in costs):
+        parts += ["### Launches and waits", _counts(costs)]
+    if any("peak_bytes" in row for row in costs):
+        parts += ["### Peak memory", _peaks(costs)]
     absent = {f"{name}: {why}" for row in costs for name, why in row["absent"].items()}
     parts += [f"Not measured: {'; '.join(sorted(absent))}."] if absent else []
     return "\n\n".join(parts)

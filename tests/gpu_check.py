@@ -190,7 +190,9 @@ def sanitize(machine: Machine, limit_s: float) -> str:
 def benchmark(machine: Machine, report: Report, limit_s: float) -> str:
     device = "cuda" if machine.arch else "cpu"
     command = [sys.executable, "-m", "benchmarks", "layers", "--device", device, "--quick"]
-    command += ["--no-plots", "--out", str(machine.out)] + ([] if machine.arch else ["--turns", "3"])
+    command += ["--no-plots", "--out", str(machine.out)]
+    # Rather some layers than none; and a start takes its time.
+    command += ["--seconds", f"{0.7 * limit_s:.0f}"] if machine.arch else ["--turns", "3"]
     require(machine.run("benchmark.log", limit_s, benchmark=command)["benchmark"], limit_s)
     table = (machine.out / f"bench-{device}.md").read_text()
     report.sections["Benchmark"] = table.split("\n", 1)[1].replace("## ", "### ")

@@ -206,3 +206,9 @@ def test_several_ranks_are_another_question(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="the question for several is: ranks"):
         layers.measure(Options(CPU, quick=True))
+
+
+def test_a_run_ends_when_its_time_is_up(capsys) -> None:
+    options = Options(CPU, quick=True, match="odd", turns=1, seconds=0)
+    assert layers.measure(options) == []
+    assert "stopped after 0 of 4 as time is up" in capsys.readouterr().err
