@@ -192,7 +192,7 @@ def _about(shape: Shape, dtype: torch.dtype) -> dict:
         "question": "layers",
         "layer": str(shape),
         "dtype": name_of(dtype),
-        "net": f"{shape.net} N={shape.size[0]}",
+        "net": f"{shape.name} N={shape.size[0]}",
         "layout": "channels last" if shape.channels_last else "contiguous",
         "pass_bytes": shape.bytes(dtype),
     }

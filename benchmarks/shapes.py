@@ -13,19 +13,19 @@ class Shape:
     """The input of one batch norm layer.
 
     Args:
-        net: what the layer is part of.
+        name: what the layer is part of.
         size: ``(N, C, *)``.
         channels_last: whether the channels lie side by side in memory.
         offset: elements between an allocation, which is aligned, and the tensor in it.
     """
 
-    net: str
+    name: str
     size: tuple[int, ...]
     channels_last: bool = False
     offset: int = 0
 
     def __str__(self) -> str:
-        words = [self.net, "x".join(map(str, self.size)), self.layout]
+        words = [self.name, "x".join(map(str, self.size)), self.layout]
         return " ".join(words + [f"offset {self.offset}"] * (self.offset > 0))
 
     @property
@@ -65,10 +65,10 @@ class Shape:
         return (room.movedim(-1, 1) if self.channels_last else room).copy_(values)
 
 
-def in_both_layouts(net: str, batch: int, *layers: tuple[int, ...]) -> tuple[Shape, ...]:
+def in_both_layouts(name: str, batch: int, *layers: tuple[int, ...]) -> tuple[Shape, ...]:
     """Each layer, given as C and what follows it, contiguous and channels-last."""
     return tuple(
-        Shape(net, (batch, *layer), channels_last)
+        Shape(name, (batch, *layer), channels_last)
         for channels_last in (False, True)
         for layer in layers
     )
