@@ -35,7 +35,7 @@ def profiled(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities, acc_events=True) as recorded:
         for name, call in calls.items():
             with record_function(name):
                 call()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -62,15 +62,28 @@ def measure(options: Options) -> list[dict]:
     layers = shapes(options.device, options.quick, options.match)
     jobs = [(shape, dtype) for shape in layers for dtype in options.dtypes]
     began = time.monotonic()
-    on_cuda = options.device.type == "cuda"
+    measure_layer = _on_cuda if options.device.type == "cuda" else _on_cpu
     rows: list[dict] = []
-    with process_group(options.device) if on_cuda else nullcontext():
+    with _surroundings(options.device):
         for done, (shape, dtype) in enumerate(progress(jobs)):
             if time.monotonic() - began > options.seconds:
                 print(f"layers: stopped after {done} of {len(jobs)} as time is up", file=sys.stderr)
                 break
-            rows += (_on_cuda if on_cuda else _on_cpu)(shape, dtype, options)
+            rows += measure_layer(shape, dtype, options)
     return rows
+
+
+@contextmanager
+def _surroundings(device: torch.device) -> Iterator[None]:
+    """On CUDA a group of one rank, and one stream for all: graphs are not captured on the default.
+
+    (With a stream for each layer, our kernels would run out of the counters that they keep.)
+    """
+    if device.type == "cpu":
+        yield
+        return
+    with process_group(device), torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 def _on_cpu(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
@@ -90,38 +103,26 @@ def _on_cpu(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
 
 
 def _on_cuda(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
-    """Measures on a stream of its own, as graphs are captured on none but such."""
     device, turns = options.device, options.turns
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        made, absent = candidates(shape, dtype, device, dist.group.WORLD)
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        large = 2 * shape.bytes(dtype) > cache  # no cache holds what it reads and writes
-        buffers = graphs.rotation(shape.bytes(dtype), cache)
-        inputs, grads = _buffers(shape, dtype, device, buffers)
-        about = _about(shape, dtype)
-        # Before all else, as it warms every candidate up.
-        costs = {"errors": errors(made, inputs[0], grads[0]), "absent": absent}
-        steps = {name: partial(_step, c, inputs[0], grads[0]) for name, c in made.items()}
-        costs["peak_bytes"] = {
-            name: graphs.peak_bytes(step, device) for name, step in steps.items()
-        }
-        calls = _calls(made, inputs, grads, shape, dtype)
-        costs["counts"] = _counts(calls, device)
-        rows = [about | {"measured": "cost"} | costs]
-        for cache_state in ("cold", "warm"):
-            for clock, timed in (("graph", graphs.time_graphs), ("events", graphs.time_eager)):
-                if options.quick and cache_state == "warm" and (large or clock == "events"):
-                    continue
-                times = {
-                    d: timed(c, device, turns, cache_state == "cold") for d, c in calls.items()
-                }
-                times[BOTH] = {
-                    name: sum(times[d][name] for d in PASSES) for name in calls["forward"]
-                }
-                rows += _rows(times, about | {"cache": cache_state, "clock": clock})
-    torch.cuda.current_stream().wait_stream(side)
+    made, absent = candidates(shape, dtype, device, dist.group.WORLD)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    large = 2 * shape.bytes(dtype) > cache  # no cache holds what it reads and writes
+    inputs, grads = _buffers(shape, dtype, device, graphs.rotation(shape.bytes(dtype), cache))
+    about = _about(shape, dtype)
+    # Before all else, as it warms every candidate up.
+    costs = {"errors": errors(made, inputs[0], grads[0]), "absent": absent}
+    steps = {name: partial(_step, c, inputs[0], grads[0]) for name, c in made.items()}
+    costs["peak_bytes"] = {name: graphs.peak_bytes(step, device) for name, step in steps.items()}
+    calls = _calls(made, inputs, grads, shape, dtype)
+    costs["counts"] = _counts(calls, device)
+    rows = [about | {"measured": "cost"} | costs]
+    for cache_state in ("cold", "warm"):
+        for clock, timed in (("graph", graphs.time_graphs), ("events", graphs.time_eager)):
+            if options.quick and cache_state == "warm" and (large or clock == "events"):
+                continue
+            times = {d: timed(c, device, turns, cache_state == "cold") for d, c in calls.items()}
+            times[BOTH] = {name: sum(times[d][name] for d in PASSES) for name in calls["forward"]}
+            rows += _rows(times, about | {"cache": cache_state, "clock": clock})
     return rows
 
 
