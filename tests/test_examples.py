@@ -1,4 +1,4 @@
-"""The demo and the benchmark run, and the demo shows what it says it shows."""
+"""The demo runs and shows what it says it shows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from toolkits import ROOT
-
-import syncbn_cuda
 
 DEMO = "examples/digits_segmentation.py"
 LIMIT_S = 400  # on a busy machine; a tenth of it on an idle one
@@ -85,35 +83,3 @@ def test_ranks_together_draw_the_pages_of_one_process(monkeypatch: pytest.Monkey
         assert some_images.equal(images[mine])
         assert some_classes.equal(classes[mine])
     assert not pages.draw(seed=3, step=6, pages=range(4))[0].equal(images)
-
-
-@needs("benchmarks/compare.py")
-def test_the_benchmark_times_the_compiled_kernels(tmp_path: Path) -> None:
-    run(
-        *("-m", "benchmarks.compare", "--quick", "--device", "cpu", "--shapes", "classifier"),
-        *("--dtypes", "float32", "--turns", "3", "--out", str(tmp_path)),
-    )
-    rows = json.loads((tmp_path / "compare-cpu.json").read_text())
-    assert [row["direction"] for row in rows] == ["forward", "backward"]
-    for row in rows:
-        assert row["compiled"]
-        assert row["machine"]["cpu"] and row["machine"]["torch"] and row["machine"]["commit"]
-        for key in ("ours_us", "baseline_us", "times_as_fast"):
-            assert 0 < row[key]["p20"] <= row[key]["p50"] <= row[key]["p80"]
-        assert 0 < row["ours_error"] <= 4 * row["baseline_error"]
-    table = (tmp_path / "compare-cpu.md").read_text()
-    assert table.count("| classifier 64x512 |") == 2
-
-
-@needs("benchmarks/compare.py")
-def test_the_benchmark_refuses_to_time_torch_against_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.compare import require_kernels
-
-    state = {"cpu": {"loaded": False, "reason": "nobody built them"}}
-    monkeypatch.setattr(syncbn_cuda, "build_info", lambda: state)
-    with pytest.raises(SystemExit, match="nobody built them.*\n.*--allow-composite"):
-        require_kernels("cpu", allow_composite=False)
-    assert not require_kernels("cpu", allow_composite=True)
