@@ -55,6 +55,7 @@ def interleave(
     turns: int,
     warm_up: int = 3,
     before: Callable[[Callable[[], Any]], Any] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, np.ndarray]:
     """Times candidates in turn.
 
@@ -69,6 +70,7 @@ def interleave(
         before: what comes before each timed call on CUDA, given that call: it keeps the GPU busy
             while the host launches what is timed. Default: more than the second-level cache holds
             is written, so that the input comes from memory.
+        clock: what tells the seconds on the CPU.
 
     Returns:
         Microseconds a call, ``(turns,)`` for each candidate; the same index is the same round.
@@ -77,7 +79,7 @@ def interleave(
         for _ in range(warm_up):
             call()
     if device.type == "cpu":
-        return _interleave_cpu(candidates, turns)
+        return _interleave_cpu(candidates, turns, clock)
     return _interleave_cuda(candidates, device, turns, before or flush(device))
 
 
@@ -87,7 +89,9 @@ def flush(device: torch.device) -> Callable[[Any], Any]:
     return lambda _: room.zero_()
 
 
-def _interleave_cpu(candidates: dict[str, Callable[[], Any]], turns: int) -> dict[str, np.ndarray]:
+def _interleave_cpu(
+    candidates: dict[str, Callable[[], Any]], turns: int, clock: Callable[[], float]
+) -> dict[str, np.ndarray]:
     repeats = {}
     for name, call in candidates.items():
         took = min(_seconds(call) for _ in range(3))  # one alone may be interrupted
@@ -95,10 +99,10 @@ def _interleave_cpu(candidates: dict[str, Callable[[], Any]], turns: int) -> dic
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(turns):
         for name, call in candidates.items():
-            began = time.perf_counter()
+            began = clock()
             for _ in range(repeats[name]):
                 call()
-            times[name].append((time.perf_counter() - began) / repeats[name])
+            times[name].append((clock() - began) / repeats[name])
     return {name: 1e6 * np.array(each) for name, each in times.items()}
 
 

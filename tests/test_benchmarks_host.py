@@ -11,9 +11,9 @@ from torch import nn
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not here")
 
-from benchmarks import host  # noqa: E402
-from benchmarks.options import Options  # noqa: E402
-from benchmarks.torch_on_cpu import KERNELS, torch_on_cpu  # noqa: E402
+from benchmarks import host
+from benchmarks.options import Options
+from benchmarks.torch_on_cpu import KERNELS, torch_on_cpu
 
 CPU = Options(device=torch.device("cpu"), turns=3)
 
