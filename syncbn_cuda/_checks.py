@@ -112,11 +112,51 @@ def check_training(
     """
     if not eps > 0:
         _fail(owner, f"expected eps to be positive when training, got {eps}")
-    if buffers[0] is not None:
-        _check_buffers(input, buffers, momentum, owner)
+    running_mean, running_var, counter = buffers
     compiling = torch.compiler.is_compiling()
-    if not compiling:
-        _check_inference(input, weight, bias, buffers, owner)
+    if running_mean is not None and running_var is not None:
+        if not (running_mean.is_contiguous() and running_var.is_contiguous()):
+            _fail_strides(running_mean, running_var, owner)
+        if counter is None:
+            if momentum is None:
+                _fail(
+                    owner, "momentum=None (a plain average) expected num_batches_tracked, got None"
+                )
+        elif (
+            counter.dtype is not torch.int64
+            or counter.numel() != 1
+            or counter.device != input.device
+        ):
+            _fail(
+                owner,
+                f"expected num_batches_tracked to be one int64 on {input.device}, got "
+                f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
+            )
+        # This and the next are what autograd would raise after the collective, with the buffers
+        # moved.
+        if not (compiling or torch.is_inference_mode_enabled()) and (
+            running_mean.is_inference()
+            or running_var.is_inference()
+            or (counter is not None and counter.is_inference())
+        ):
+            _fail(
+                owner,
+                "buffers made in inference mode cannot be updated outside of it: make the layer "
+                "outside, or copy it there",
+                RuntimeError,
+            )
+    if (
+        not compiling
+        and (input.is_inference() or (weight is not None and weight.is_inference()))
+        and torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (input, weight, bias))
+    ):
+        _fail(
+            owner,
+            "inference tensors cannot be saved for backward: clone input and weight outside of "
+            "inference mode first",
+            RuntimeError,
+        )
     if group is None:
         if input.numel() == input.shape[1]:
             _fail_single_value(input, owner)
@@ -131,55 +171,13 @@ def check_training(
         )
 
 
-def _check_buffers(
-    input: Tensor,
-    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
-    momentum: float | None,
-    owner: torch.nn.Module | None,
-) -> None:
-    running_mean, running_var, counter = buffers
-    assert running_mean is not None and running_var is not None
-    if not (running_mean.is_contiguous() and running_var.is_contiguous()):
-        label = "running_var" if running_mean.is_contiguous() else "running_mean"
-        strides = (running_mean.stride(), running_var.stride())[label == "running_var"]
-        _fail(owner, f"expected {label} to be contiguous, got strides {strides}")
-    if counter is None:
-        if momentum is None:
-            _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
-    elif counter.dtype is not torch.int64 or counter.numel() != 1 or counter.device != input.device:
-        _fail(
-            owner,
-            f"expected num_batches_tracked to be one int64 on {input.device}, got "
-            f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
-        )
-
-
-def _check_inference(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    buffers: tuple[Tensor | None, ...],
-    owner: torch.nn.Module | None,
-) -> None:
-    """Raises now what autograd would raise after the collective, with the buffers moved."""
-    if buffers[0] is not None and not torch.is_inference_mode_enabled():
-        for buffer in buffers:
-            if buffer is not None and buffer.is_inference():
-                _fail(
-                    owner,
-                    "buffers made in inference mode cannot be updated outside of it: make the "
-                    "layer outside, or copy it there",
-                    RuntimeError,
-                )
-    saved = input.is_inference() or (weight is not None and weight.is_inference())
-    if saved and torch.is_grad_enabled():
-        if any(t is not None and t.requires_grad for t in (input, weight, bias)):
-            _fail(
-                owner,
-                "inference tensors cannot be saved for backward: clone input and weight outside "
-                "of inference mode first",
-                RuntimeError,
-            )
+def _fail_strides(
+    running_mean: Tensor, running_var: Tensor, owner: torch.nn.Module | None
+) -> NoReturn:
+    wrong, label = running_mean, "running_mean"
+    if running_mean.is_contiguous():
+        wrong, label = running_var, "running_var"
+    _fail(owner, f"expected {label} to be contiguous, got strides {wrong.stride()}")
 
 
 def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:
@@ -191,7 +189,7 @@ def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | No
     Raises:
         ValueError: the whole group has a single value a channel.
     """
-    if input.numel() > input.shape[1] or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
     if isinstance(stats, (FakeTensor, FunctionalTensor)) or stats.device.type == "meta":
         return  # traced: no value to read
