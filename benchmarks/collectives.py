@@ -1,0 +1,117 @@
+"""The time of a collective apart from the wait for the slowest rank.
+
+Each collective is preceded by two more, of a single value. The first ends when the last rank has
+arrived; what it takes longer than the second, which all ranks enter together, is the wait. The
+collective itself then starts together too, up to how differently ranks leave the second. That is
+less than the second one's time, which is given as the latency: no message takes less.
+
+The local work before a collective also starts together, as it does in a net, where it begins when
+the last layer's collective ends. On CUDA the times are between events on the stream, while the GPU
+is kept busy for long enough that the host has launched all of it ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+#: Methods of a process group, those that its torch has: all that either SyncBatchNorm calls.
+METHODS = ("allreduce", "allgather", "_allgather_base", "all_gather_single")
+
+#: About a millisecond of a GPU, longer than a host needs to launch a layer's forward.
+AHEAD_CYCLES = 2_000_000
+
+
+def time_collectives(
+    forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device, turns: int
+) -> dict[str, np.ndarray]:
+    """Runs forward and backward in turn on all ranks and times the collectives in them.
+
+    Args:
+        forward: the first half of a step; every rank must call it as often.
+        backward: the second half, of what forward returns.
+        device: where they compute.
+        turns: how many steps.
+
+    Returns:
+        Microseconds ``[turns, collectives of a step]`` of this rank: ``collective``, ``wait``
+        and ``latency``.
+    """
+    with _observed(device) as (moments, align):
+        for _ in range(turns):
+            _start_together(device, align)
+            output = forward()
+            _start_together(device, align)
+            backward(output)
+    marks = _microseconds(moments, device).reshape(turns, len(moments) // turns, 4)
+    arrival, latency, itself = np.diff(marks).transpose(2, 0, 1)
+    return {"collective": itself, "wait": arrival - latency, "latency": latency}
+
+
+def _start_together(device: torch.device, align: Callable[[], None]) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(AHEAD_CYCLES)
+    align()
+
+
+@contextmanager
+def _observed(device: torch.device) -> Iterator[tuple[list[list[Any]], Callable[[], None]]]:
+    """Has all collectives preceded by two that align the ranks.
+
+    Yields:
+        A list that gets four moments of each collective: as this rank arrives, twice as all are
+        aligned, and when it is done. And the function that aligns.
+    """
+    moments: list[list[Any]] = []
+    originals = {
+        name: getattr(dist.ProcessGroup, name)
+        for name in METHODS
+        if hasattr(dist.ProcessGroup, name)
+    }
+    value = torch.zeros(1, device=device)
+
+    def align() -> None:
+        originals["allreduce"](dist.group.WORLD, [value], dist.AllreduceOptions()).wait()
+
+    def observe(original: Callable) -> Callable:
+        def collective(*arguments: Any) -> Any:
+            marks = [_moment(device)]
+            for _ in range(2):
+                align()
+                marks.append(_moment(device))
+            work = original(*arguments)
+            if work is not None:
+                work.wait()
+            moments.append([*marks, _moment(device)])
+            return work
+
+        return collective
+
+    with ExitStack() as patches:
+        for name, original in originals.items():
+            patches.enter_context(mock.patch.object(dist.ProcessGroup, name, observe(original)))
+        yield moments, align
+
+
+def _moment(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _microseconds(moments: list[list[Any]], device: torch.device) -> np.ndarray:
+    """Turns moments into microseconds since the first, ``[collectives, 4]``."""
+    if device.type == "cpu" or not moments:
+        return 1e6 * (np.array(moments).reshape(-1, 4) - np.array(moments).min(initial=np.inf))
+    torch.cuda.synchronize(device)
+    first = moments[0][0]
+    return 1e3 * np.array([[first.elapsed_time(event) for event in marks] for marks in moments])
