@@ -52,10 +52,12 @@ class OursSynchronised(syncbn_cuda.FastSyncBatchNorm):
 
 def convert(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Gives the batch norms of a model another class, in place, and returns the model."""
-    for layer in model.modules():
-        if type(layer) in BATCH_NORMS:
-            layer.__class__ = kind
-            layer.process_group = None
+    found = [layer for layer in model.modules() if type(layer) in BATCH_NORMS]
+    if not found:
+        raise ValueError(f"expected a model with batch norms, got {type(model).__name__}")
+    for layer in found:
+        layer.__class__ = kind
+        layer.process_group = None
     return model
 
 
