@@ -2,7 +2,7 @@
 # gpu-check | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
-# PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST
+# PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, BENCH_OUT, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST
 # is unset, the environment's own build is for this machine's GPUs, or without one for a single
 # architecture.
 # gpu-check alone uses $(PYTHON) as it is, with the torch that is there, and leaves a report in $(OUT).
@@ -12,6 +12,8 @@ VENV ?= .venv
 TORCH ?= torch>=2.10
 NPROC ?= 4
 OUT ?= build/gpu-check
+BENCH_OUT ?= build/bench
+BENCH_ARGS ?= --device cpu --quick
 
 BIN := $(VENV)/bin
 # Asked only where it counts; nvidia-smi without a driver answers in words, which are no architecture.
@@ -72,7 +74,7 @@ format: $(DEV_STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: $(PACKAGE_STAMP)
-	$(BIN)/python -m benchmarks layers $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks --out $(BENCH_OUT) $(BENCH_ARGS)
 
 gpu-check:
 	$(PYTHON) tests/gpu_check.py '$(OUT)'
@@ -101,7 +103,7 @@ $(PACKAGE_STAMP) $(DEV_STAMP): export TORCH_CUDA_ARCH_LIST := $(ARCHS)
 $(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_SOURCES)
 	rm -f $(VENV)/.package-*
 	@echo 'Building both libraries, for GPUs of $(ARCHS): a minute or two on two cores'
-	$(BIN)/pip install --no-build-isolation --editable '.[test,demo]'
+	$(BIN)/pip install --no-build-isolation --editable '.[test,demo,bench]'
 	touch $@
 
 $(DEV_STAMP): $(PACKAGE_STAMP) pyproject.toml

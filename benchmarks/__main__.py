@@ -4,6 +4,7 @@
     python -m benchmarks layers --device cpu --quick
     torchrun --standalone --nproc-per-node 2 -m benchmarks     # ranks
     python -m benchmarks --compare A.json B.json   # two runs, row by row
+    python -m benchmarks --render A.json --out DIR # tables and plots of a run made elsewhere
 
 Questions: layers (a layer's forward and backward), host (what a layer costs the host), ranks
 (several processes), steps (a training step), message (what the ranks send each other).
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +26,7 @@ import torch
 
 import syncbn_cuda
 from benchmarks import report
+from benchmarks.compare import compare
 from benchmarks.groups import rank
 from benchmarks.machine import machine
 from benchmarks.options import DTYPES, Options
@@ -51,10 +56,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="types of the inputs")
     parser.add_argument("--match", metavar="TEXT", default="", help="only what has it in its name")
     parser.add_argument("--turns", type=int, help="timed turns of each candidate")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no layer after them")
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench-DEVICE.json and .md")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write bench-DEVICE.json, .md, plots"
+    )
+    parser.add_argument("--no-plots", action="store_true", help="write none")
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar="JSON", help="compare two runs; measures nothing"
+    )
+    parser.add_argument(
+        "--render", type=Path, metavar="JSON", help="show a stored run; measures nothing"
     )
     parser.add_argument(
         "--allow-composite",
@@ -85,6 +97,7 @@ def options_of(args: argparse.Namespace) -> Options:
         turns=args.turns or (LEAST_TURNS if args.quick else 50),
         dtypes=tuple(DTYPES[name] for name in dtypes),
         match=args.match,
+        seconds=args.seconds,
     )
 
 
@@ -100,30 +113,34 @@ def require_kernels(device: str, allow_composite: bool) -> bool:
     return state["loaded"]
 
 
-def ask(questions: list[str], options: Options, compiled: bool) -> tuple[dict, list[ModuleType]]:
-    """Measures; returns the run, as it is stored, and the modules of its questions."""
-    modules = [importlib.import_module(QUESTIONS[name]) for name in questions]
-    rows = [row for module in modules for row in module.measure(options)]
-    return report.run_of(rows, machine(options.device), compiled), modules
+def modules_of(questions: Iterable[str]) -> list[ModuleType]:
+    return [importlib.import_module(QUESTIONS[name]) for name in questions]
 
 
-def main() -> None:
-    args = parse_arguments()
-    if args.compare:
-        print(report.compare(*args.compare))
-        return
+def measured(args: argparse.Namespace) -> dict:
+    """Asks the questions; returns the run, as it is stored."""
     if args.threads:
         torch.set_num_threads(args.threads)
     options = options_of(args)
     compiled = require_kernels(options.device.type, args.allow_composite)
     questions = args.questions or (["ranks"] if "RANK" in os.environ else ["layers", "host"])
-    run, modules = ask(questions, options, compiled)
+    rows = [row for module in modules_of(questions) for row in module.measure(options)]
+    return report.run_of(rows, machine(options.device), compiled)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.compare:
+        print(compare(*args.compare))
+        return
+    run = json.loads(args.render.read_text()) if args.render else measured(args)
     if rank() > 0:
         return
+    modules = modules_of(dict.fromkeys(row["question"] for row in run["rows"]))
     text = report.markdown(run, modules)
     print(text)
     if args.out:
-        for path in report.write(run, text, modules, args.out):
+        for path in report.write(run, text, modules, args.out, plots=not args.no_plots):
             print(f"Written: {path}")
 
 

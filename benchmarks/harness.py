@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-#: More than the second-level cache of any GPU holds: written before each timed call, so that the
-#: input comes from memory, as it does in a net whose other layers ran in between.
+#: More than the second-level cache of any GPU holds.
 FLUSH_BYTES = 256 * 2**20
 
 #: A turn on the CPU repeats a call until it takes about this long, above the clock's grain.
@@ -51,7 +50,11 @@ def _short(value: float) -> str:
 
 
 def interleave(
-    candidates: dict[str, Callable[[], Any]], device: torch.device, turns: int, warm_up: int = 3
+    candidates: dict[str, Callable[[], Any]],
+    device: torch.device,
+    turns: int,
+    warm_up: int = 3,
+    before: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """Times candidates in turn.
 
@@ -63,6 +66,9 @@ def interleave(
         device: where the calls work.
         turns: how often each candidate has its turn.
         warm_up: how many calls of each come before, untimed.
+        before: what comes before each timed call on CUDA, given that call: it keeps the GPU busy
+            while the host launches what is timed. Default: more than the second-level cache holds
+            is written, so that the input comes from memory.
 
     Returns:
         Microseconds a call, ``(turns,)`` for each candidate; the same index is the same round.
@@ -70,18 +76,21 @@ def interleave(
     for call in candidates.values():
         for _ in range(warm_up):
             call()
-    timed = _interleave_cuda if device.type == "cuda" else _interleave_cpu
-    return timed(candidates, device, turns)
+    if device.type == "cpu":
+        return _interleave_cpu(candidates, turns)
+    return _interleave_cuda(candidates, device, turns, before or flush(device))
 
 
-def _interleave_cpu(
-    candidates: dict[str, Callable[[], Any]], device: torch.device, turns: int
-) -> dict[str, np.ndarray]:
+def flush(device: torch.device) -> Callable[[Any], Any]:
+    """Returns what writes over the GPU's second-level cache."""
+    room = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    return lambda _: room.zero_()
+
+
+def _interleave_cpu(candidates: dict[str, Callable[[], Any]], turns: int) -> dict[str, np.ndarray]:
     repeats = {}
     for name, call in candidates.items():
-        began = time.perf_counter()
-        call()
-        took = time.perf_counter() - began
+        took = min(_seconds(call) for _ in range(3))  # one alone may be interrupted
         repeats[name] = _agree(max(1, min(1000, int(CPU_TURN_S / took))))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(turns):
@@ -91,6 +100,12 @@ def _interleave_cpu(
                 call()
             times[name].append((time.perf_counter() - began) / repeats[name])
     return {name: 1e6 * np.array(each) for name, each in times.items()}
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def _agree(repeats: int) -> int:
@@ -103,15 +118,17 @@ def _agree(repeats: int) -> int:
 
 
 def _interleave_cuda(
-    candidates: dict[str, Callable[[], Any]], device: torch.device, turns: int
+    candidates: dict[str, Callable[[], Any]],
+    device: torch.device,
+    turns: int,
+    before: Callable[[Callable[[], Any]], Any],
 ) -> dict[str, np.ndarray]:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     events: dict[str, list[Any]] = {name: [] for name in candidates}
     for _ in range(turns):
         for name, call in candidates.items():
-            # While the GPU is busy with this, the host launches what is timed. So the time is that
-            # of the GPU, plus what the host still needs: for many launches, or for waiting.
-            flush.zero_()
+            # The time is that of the GPU, plus what the host still needs once the GPU is through
+            # with this: for many launches, or for waiting.
+            before(call)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
@@ -127,6 +144,12 @@ def _interleave_cuda(
 def ratio(times: dict[str, np.ndarray], ours: str, baseline: str) -> Spread:
     """How many times as fast as the baseline ours is, turn by turn: above 1, ours is faster."""
     return Spread.of(times[baseline] / times[ours])
+
+
+def geometric_mean(ratios: Sequence[dict[str, float]]) -> Spread:
+    """The geometric mean of ratios that are stored in rows: of medians, and of percentiles."""
+    logs = np.log([[each[name] for name in ("p50", "p20", "p80")] for each in ratios])
+    return Spread(*np.exp(logs.mean(axis=0)).tolist())
 
 
 def progress(jobs: Iterable, unit: str = "layer") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ class Options:
         turns: how often each candidate has its turn.
         dtypes: the types of the inputs.
         match: measure only what has this text in its name.
+        seconds: begin no further layer after them.
     """
 
     device: torch.device
@@ -30,6 +32,7 @@ class Options:
     turns: int = 50
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     match: str = ""
+    seconds: float = math.inf
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""A run on paper: JSON, Markdown, and two runs compared.
+"""A run on paper: JSON, Markdown and plots.
 
 The JSON of a run is ``{"machine": {...}, "compiled": bool, "rows": [...]}``. A row has the question
 that it answers; what was measured, in texts and whole numbers; and what came out: spreads
@@ -17,6 +17,12 @@ from types import ModuleType
 IN_EACH_ROW = ("gpu", "driver", "torch", "commit")
 
 
+def as_table(header: list[str], lines: list[list[str]], texts: int = 1) -> str:
+    """A Markdown table whose columns, but for the first few, are of numbers."""
+    rules = ["---"] * texts + ["---:"] * (len(header) - texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rules, *lines))
+
+
 def run_of(rows: list[dict], machine: dict, compiled: bool) -> dict:
     """Puts a run together."""
     where = {name: machine[name] for name in IN_EACH_ROW}
@@ -28,28 +34,48 @@ def run_of(rows: list[dict], machine: dict, compiled: bool) -> dict:
 
 
 def markdown(run: dict, modules: list[ModuleType]) -> str:
-    """The tables of all questions, under the machine."""
+    """The tables of all questions, under the machine and what is demanded."""
     lines = ["# Benchmarks", ""]
     lines += [f"* {name}: {value}" for name, value in run["machine"].items() if value is not None]
     lines += [f"* compiled kernels: {'in use' if run['compiled'] else 'NOT in use'}"]
     lines += ["", "Times in microseconds: median [20th, 80th percentile]."]
-    for module in modules:
-        name = module.__name__.rpartition(".")[2]
-        rows = [row for row in run["rows"] if row["question"] == name]
-        if rows:
-            lines += ["", f"## {name}", "", module.table(rows).strip()]
+    answers = [(module, rows) for module in modules if (rows := rows_of(run, module))]
+    demands = [bar for module, rows in answers for bar in _bars(module, rows)]
+    if demands:
+        lines += ["", "## Bars", "", as_table(["bar", "value", "measured"], demands, texts=3)]
+    for module, rows in answers:
+        lines += ["", f"## {question_of(module)}", "", module.table(rows).strip()]
     return "\n".join(lines) + "\n"
 
 
-def write(run: dict, text: str, modules: list[ModuleType], folder: Path) -> list[Path]:
-    """Writes bench-DEVICE.json and .md, and the plots of the questions that have any."""
+def question_of(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
+
+
+def rows_of(run: dict, module: ModuleType) -> list[dict]:
+    return [row for row in run["rows"] if row["question"] == question_of(module)]
+
+
+def _bars(module: ModuleType, rows: list[dict]) -> list[list[str]]:
+    return [list(bar) for bar in module.bars(rows)] if hasattr(module, "bars") else []
+
+
+def write(
+    run: dict, text: str, modules: list[ModuleType], folder: Path, plots: bool = True
+) -> list[Path]:
+    """Writes bench-DEVICE.json and .md, and what plots its questions have."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"bench-{'cuda' if run['machine']['gpu'] else 'cpu'}"
-    stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
-    return [stem.with_suffix(".json"), stem.with_suffix(".md")]
-
-
-def compare(before: Path, after: Path) -> str:
-    """Compares two runs row by row."""
-    raise NotImplementedError
+    written = [stem.with_suffix(".json"), stem.with_suffix(".md")]
+    written[0].write_text(json.dumps(run, indent=1) + "\n")
+    written[1].write_text(text)
+    for module in modules if plots else ():
+        rows = rows_of(run, module)
+        if rows and hasattr(module, "plots"):
+            try:
+                written += module.plots(rows, folder)
+            except ModuleNotFoundError as error:
+                if error.name != "matplotlib":
+                    raise
+                print(f"No plots of {question_of(module)}: {error}; pip install '.[bench]'")
+    return written

@@ -287,10 +287,10 @@ def test_what_a_check_did_not_write_stays(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["my.log"]
 
 
-def test_every_stage_within_six_minutes_and_eight_files(machine, tmp_path, monkeypatch):
+def test_every_stage_within_seven_minutes_and_eight_files(machine, tmp_path, monkeypatch):
     stages = gpu_check.plan(machine, Report(tmp_path))
     assert [stage.name for stage in stages] == list(gpu_check.LIMITS_S)
-    assert sum(stage.limit_s for stage in stages) <= 360
+    assert sum(stage.limit_s for stage in stages) <= 400
     logs = {f"{stage.name}.log" for stage in stages}
     files = logs | {"report.json", "report.md", "bench-cuda.json", "bench-cuda.md"}
     assert files < set(gpu_check.FILES) and len(files) <= 8
