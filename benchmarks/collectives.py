@@ -76,9 +76,13 @@ def _observed(device: torch.device) -> Iterator[tuple[list[list[Any]], Callable[
         if hasattr(dist.ProcessGroup, name)
     }
     value = torch.zeros(1, device=device)
+    options = dist.AllreduceOptions()
+    options.asyncOp = False  # as either SyncBatchNorm calls its own: on the current stream
 
     def align() -> None:
-        originals["allreduce"](dist.group.WORLD, [value], dist.AllreduceOptions()).wait()
+        work = originals["allreduce"](dist.group.WORLD, [value], options)
+        if work is not None:
+            work.wait()
 
     def observe(original: Callable) -> Callable:
         def collective(*arguments: Any) -> Any:
@@ -110,8 +114,10 @@ def _moment(device: torch.device) -> Any:
 
 def _microseconds(moments: list[list[Any]], device: torch.device) -> np.ndarray:
     """Turns moments into microseconds since the first, ``[collectives, 4]``."""
-    if device.type == "cpu" or not moments:
-        return 1e6 * (np.array(moments).reshape(-1, 4) - np.array(moments).min(initial=np.inf))
-    torch.cuda.synchronize(device)
+    if not moments:
+        return np.empty((0, 4))
     first = moments[0][0]
+    if device.type == "cpu":
+        return 1e6 * (np.array(moments) - first)
+    torch.cuda.synchronize(device)
     return 1e3 * np.array([[first.elapsed_time(event) for event in marks] for marks in moments])

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.options import Options
+from benchmarks.report import as_table
 from benchmarks.synchronised import lend_cpu_kernels
 
 RANKS = (2, 4, 8)
@@ -111,9 +112,10 @@ def _row(rank: int, ranks: int, channels: int, turns: int) -> dict:
         "ranks": ranks,
         "channels": channels,
         "traffic": traffic(channels, ranks),
-        "time_us": {name: asdict(Spread.of(each)) for name, each in times.items()},
-        "times_as_fast_as_gathering": asdict(ratio(times, SUM, GATHER)),
-        "times_as_fast_as_combining": asdict(ratio(times, SUM, COMBINE)),
+        "times_us": {name: asdict(Spread.of(each)) for name, each in times.items()},
+        "ratios": {
+            f"{form} / {SUM}": asdict(ratio(times, SUM, form)) for form in (GATHER, COMBINE)
+        },
         "difference_of_means": difference_of_means(rank, ranks, channels),
     }
 
@@ -158,21 +160,20 @@ def difference_of_means(rank: int, ranks: int, channels: int) -> float:
 
 def table(rows: list[dict]) -> str:
     """Formats the rows as one table."""
-    lines = [
-        "A sum over ranks of float64 [2C+1] (ours) and a gathering of float32 [2C+1] of every rank "
-        "(torch). Bytes that a rank holds when done, and sends by the ring algorithm (it receives "
-        "as many), in how many steps. Above 1 time as fast, the sum is faster.",
-        "",
-        f"| ranks | C | held: sum | gather | sent: sum | gather | steps | {SUM} us | {GATHER} us "
-        f"| {COMBINE} us | times as fast as {GATHER} | ... {COMBINE} |",
-        "| ---: | ---: |" + " ---: |" * 10,
-    ]
+    lines = []
     for row in rows:
         ours, theirs = row["traffic"][SUM], row["traffic"][GATHER]
-        sizes = [ours["held"], theirs["held"], ours["sent"], theirs["sent"]]
-        cells = [row["ranks"], row["channels"], *(f"{size:,}" for size in sizes)]
+        numbers = (row["ranks"], row["channels"], ours["held"], theirs["held"], ours["sent"])
+        cells = [f"{number:,}" for number in (*numbers, theirs["sent"])]
         cells += [f"{ours['steps']}, {theirs['steps']}"]
-        cells += [Spread(**row["time_us"][name]) for name in (SUM, GATHER, COMBINE)]
-        cells += [Spread(**row[f"times_as_fast_as_{form}"]) for form in ("gathering", "combining")]
-        lines += ["| " + " | ".join(map(str, cells)) + " |"]
-    return "\n".join(lines) + "\n"
+        cells += [str(Spread(**row["times_us"][name])) for name in (SUM, GATHER, COMBINE)]
+        lines.append(cells + [str(Spread(**each)) for each in row["ratios"].values()])
+    header = ["ranks", "C", "held: sum", "gather", "sent: sum", "gather", "steps"]
+    header += [f"{name} us" for name in (SUM, GATHER, COMBINE)]
+    header += [f"{form} / {SUM}" for form in (GATHER, COMBINE)]
+    return (
+        "A sum over ranks of float64 [2C+1] (ours) and a gathering of float32 [2C+1] of every rank "
+        "(torch). Bytes that a rank holds when done, and sends by the ring algorithm (it receives "
+        "as many), in how many steps. Above a ratio of 1 the sum is faster.\n\n"
+        + as_table(header, lines, texts=0)
+    )

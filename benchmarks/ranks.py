@@ -26,6 +26,7 @@ from benchmarks.collectives import time_collectives
 from benchmarks.groups import process_group
 from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.options import Options, name_of
+from benchmarks.report import as_table
 from benchmarks.shapes import Shape
 from benchmarks.synchronised import OursSynchronised, TorchSynchronised, convert
 
@@ -59,10 +60,7 @@ def measure(options: Options) -> list[dict]:
     ]
     jobs = [(layer, dtype) for layer in layers for dtype in options.dtypes]
     with process_group(options.device):
-        rows = []
-        for layer, dtype in progress(jobs):
-            rows += _rows(layer, dtype, options)
-        return rows
+        return [_row(layer, dtype, options) for layer, dtype in progress(jobs)]
 
 
 class Layer:
@@ -89,7 +87,7 @@ class Layer:
         return self.backward(self.forward())
 
 
-def _rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
+def _row(shape: Shape, dtype: torch.dtype, options: Options) -> dict:
     device = options.device
     layers = {name: Layer(shape, dtype, device, name) for name in (PLAIN, TORCH, OURS)}
     exact = _of_the_whole_batch(shape, dtype, device)
@@ -100,35 +98,38 @@ def _rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
             f"{shape}: ours is off by {errors[OURS]:.1e} from nn.BatchNorm over the batches of all "
             f"ranks, relative to the largest value; expected at most {limit:.1e}"
         )
-    steps = interleave({name: layer.step for name, layer in layers.items()}, device, options.turns)
-    parts = {name: _collectives(layer, device, options.turns) for name, layer in layers.items()}
-    return [
-        {
-            "question": "ranks",
-            "layer": str(shape),
-            "dtype": name_of(dtype),
-            "implementation": name,
-            "ranks": dist.get_world_size(),
-            "backend": dist.get_backend(),
-            "step_us": asdict(Spread.of(steps[name])),
-            "step_over_ranks_us": asdict(Spread.of(np.median(_of_all_ranks(steps[name]), axis=1))),
-            "ours_times_as_fast": asdict(ratio(steps, OURS, name)),
-            **parts[name],
-            "error": errors[name],
-        }
-        for name in layers
-    ]
+    times = interleave({name: layer.step for name, layer in layers.items()}, device, options.turns)
+    row = {
+        "question": "ranks",
+        "layer": str(shape),
+        "dtype": name_of(dtype),
+        "ranks": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "times_us": {name: asdict(Spread.of(each)) for name, each in times.items()},
+        "over_ranks_us": {
+            name: asdict(Spread.of(np.median(_of_all_ranks(each), axis=1)))
+            for name, each in times.items()
+        },
+        "ratios": {f"{name} / {OURS}": asdict(ratio(times, OURS, name)) for name in (TORCH, PLAIN)},
+        "errors": errors,
+    }
+    return row | _collectives(layers, device, options.turns)
 
 
-def _collectives(layer: Layer, device: torch.device, turns: int) -> dict[str, Any]:
+def _collectives(
+    layers: dict[str, Layer], device: torch.device, turns: int
+) -> dict[str, dict[str, Any]]:
     """How many collectives a step has, and the time of them all and of the wait before them."""
-    times = time_collectives(layer.forward, layer.backward, device, turns)
-    row: dict[str, Any] = {"collectives": times["collective"].shape[1]}
-    if row["collectives"] > 0:
-        for name, each in times.items():
-            # It is over when the last rank is done, and the first to come waits the longest.
-            row[f"{name}_us"] = asdict(Spread.of(_of_all_ranks(each.sum(1)).max(0)))
-    return row
+    found: dict[str, dict[str, Any]] = {"collectives": {}}
+    for name, layer in layers.items():
+        times = time_collectives(layer.forward, layer.backward, device, turns)
+        found["collectives"][name] = times["collective"].shape[1]
+        if found["collectives"][name] > 0:
+            for what, each in times.items():
+                # It is over when the last rank is done, and the first to come waits the longest.
+                longest = _of_all_ranks(each.sum(1)).max(0)
+                found.setdefault(f"{what}_us", {})[name] = asdict(Spread.of(longest))
+    return found
 
 
 def _of_all_ranks(values: np.ndarray) -> np.ndarray:
@@ -167,21 +168,27 @@ def _error(layer: Layer, exact: tuple[Tensor, Tensor]) -> float:
 
 def table(rows: list[dict]) -> str:
     """Formats the rows as one table."""
-    lines = [
-        f"Forward and backward of a layer on each of {rows[0]['ranks']} ranks "
-        f"({rows[0]['backend']}), in us. Over ranks: the spread of the ranks' medians. Collectives "
-        "of a step, all together: their time when all ranks enter together, of which latency: that "
-        "of as many of one value; and how long the first rank waits for the last. Error: the "
-        "largest of y and dx against float64 over the batches of all ranks, relative.",
-        "",
-        "| layer | dtype | | step | over ranks | ours: times as fast | collectives | their time "
-        "| of which latency | wait | error |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines = []
     for row in rows:
-        spreads = {key: Spread(**row[key]) for key in row if key.endswith(("_us", "_fast"))}
-        parts = [spreads.get(key, "") for key in ("collective_us", "latency_us", "wait_us")]
-        cells = [row["layer"], row["dtype"], row["implementation"], spreads["step_us"]]
-        cells += [spreads["step_over_ranks_us"], spreads["ours_times_as_fast"], row["collectives"]]
-        lines += [f"| {' | '.join(map(str, [*cells, *parts]))} | {row['error']:.1e} |"]
-    return "\n".join(lines) + "\n"
+        for name, time_us in row["times_us"].items():
+            cells = [row["layer"], row["dtype"], name, str(Spread(**time_us))]
+            for what, key in (
+                ("over_ranks_us", name),
+                ("ratios", f"{name} / {OURS}"),
+                ("collective_us", name),
+                ("latency_us", name),
+                ("wait_us", name),
+            ):
+                cells.append(str(Spread(**row[what][key])) if key in row.get(what, {}) else "")
+            cells.insert(6, str(row["collectives"][name]))
+            lines.append([*cells, f"{row['errors'][name]:.1e}"])
+    header = ["layer", "dtype", "", "step us", "over ranks us", "it / ours", "collectives"]
+    header += ["their time us", "of which latency us", "wait us", "error"]
+    return (
+        f"Forward and backward of a layer on each of {rows[0]['ranks']} ranks "
+        f"({rows[0]['backend']}). Over ranks: the spread of the ranks' medians. Of all collectives "
+        "of a step: their time where all ranks enter together; the latency, which is the time of "
+        "as many of a single value; and how long the first rank waits for the last. Error: the "
+        "largest of y and dx against float64 over the batches of all ranks, relative.\n\n"
+        + as_table(header, lines, texts=3)
+    )

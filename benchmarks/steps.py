@@ -12,8 +12,8 @@ DistributedDataParallel, eager. On the CPU small sizes, nn.BatchNorm and ours.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import syncbn_cuda
 from benchmarks.graphs import captured, peak_bytes
 from benchmarks.groups import process_group, rank, ranks
 from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.models import Task, UNet, memory_format, resnet50
 from benchmarks.options import Options, name_of
+from benchmarks.report import as_table
 from benchmarks.synchronised import OursSynchronised, TorchSynchronised, convert
 
 PLAIN, TORCH, OURS = "nn.BatchNorm", "torch SyncBN", "ours"
+KINDS = {PLAIN: None, TORCH: TorchSynchronised, OURS: OursSynchronised}
 
 unet, unet3d = functools.partial(UNet, 2, 3, 8), functools.partial(UNet, 3, 1, 4)
 
@@ -46,6 +47,8 @@ TASKS = {
         Task("unet3d", lambda: unet3d(width=32, depth=3), (2, 1, 128, 128, 128), 4, dense=True),
     ),
 }
+QUICK = ("resnet50", "unet")
+
 EAGER, COMPILED, GRAPH = "eager", "compiled", "CUDA graph"
 
 #: Steps before any that counts; cuDNN, the compiler and the allocator settle in them.
@@ -64,15 +67,28 @@ def measure(options: Options) -> list[dict]:
         (task, dtype)
         for task in TASKS[options.device.type]
         for dtype in options.dtypes
-        if dtype in LOSS_TOLERANCE and any(wanted for wanted in _modes(task, dtype, options))
+        if dtype in LOSS_TOLERANCE
+        and (task.name in QUICK or not options.quick)
+        and _modes(task, dtype, options)
     ]
-    alone = options.device.type == "cpu" and ranks() == 1
     rows = []
-    with nullcontext() if alone else process_group(options.device):
+    with _surroundings(options.device):
         for task, dtype in progress(jobs, "net"):
             rows += _rows(task, dtype, options)
-            torch.compiler.reset()
+            if not options.quick:
+                torch.compiler.reset()  # or what was compiled of one net would slow down the next
     return rows
+
+
+@contextmanager
+def _surroundings(device: torch.device) -> Iterator[None]:
+    """A group, unless on the CPU alone; on CUDA a stream, as the default one captures no graph."""
+    with ExitStack() as stack:
+        if device.type == "cuda" or ranks() > 1:
+            stack.enter_context(process_group(device))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+        yield
 
 
 def _modes(task: Task, dtype: torch.dtype, options: Options) -> list[str]:
@@ -83,49 +99,60 @@ def _modes(task: Task, dtype: torch.dtype, options: Options) -> list[str]:
 
 
 def _rows(task: Task, dtype: torch.dtype, options: Options) -> list[dict]:
-    device = options.device
+    """A row for each mode; all implementations in all modes take turns."""
+    device, modes = options.device, _modes(task, dtype, options)
     about = {
         "question": "steps",
         "net": str(task),
         "dtype": name_of(dtype),
-        "layout": "channels-last" if _channels_last(dtype) else "contiguous",
+        "layout": "channels last" if _channels_last(dtype) else "contiguous",
         "ranks": ranks(),
     }
     if task.make() is None:
-        return [about | {"missing": "neither torchvision nor timm is installed"}]
-    kinds = {PLAIN: None, TORCH: TorchSynchronised, OURS: OursSynchronised}
-    if device.type == "cpu":  # DistributedDataParallel refuses torch's there, and alone ours is it
-        kinds = {PLAIN: None, OURS: syncbn_cuda.FastSyncBatchNorm}
+        return [about | {"absent": {task.name: "neither torchvision nor timm is installed"}}]
     steps: dict[str, Step] = {}
-    found: dict[str, dict] = {}
-    # A graph is not captured on the default stream.
-    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
-        for mode in _modes(task, dtype, options):
-            for name, kind in kinds.items():
-                key = f"{mode} {name}"
-                about_it = about | {"mode": mode, "implementation": name}
-                model = _model(task, kind, dtype, device)
-                try:
-                    steps[key], costs = _prepared(task, model, dtype, device, mode)
-                except Exception as error:
-                    if mode == EAGER:
-                        raise
-                    # A compiler that is not there, say, must not lose what can be measured.
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    found[key] = about_it | {"missing": reason}
-                else:
-                    found[key] = about_it | costs
-        if ranks() == 1:
-            _check_losses(list(found.values()), LOSS_TOLERANCE[dtype])
-        times = interleave(steps, device, options.turns)
-    images = task.size[0] * ranks()
-    for key, each in times.items():
-        ours = f"{found[key]['mode']} {OURS}"
-        found[key]["step_us"] = asdict(Spread.of(each))
-        found[key]["images_per_s"] = asdict(Spread.of(1e6 * images / each))
-        if ours in times:
-            found[key]["ours_times_as_fast"] = asdict(ratio(times, ours, key))
-    return list(found.values())
+    rows = []
+    for mode in modes:
+        made, row = _of_all(task, dtype, device, mode)
+        steps |= {f"{mode} {name}": step for name, step in made.items()}
+        rows.append(about | {"mode": mode} | row)
+    times = interleave(steps, device, options.turns)
+    for row in rows:
+        mine = {name: times[key] for name in KINDS if (key := f"{row['mode']} {name}") in times}
+        images = {name: 1e6 * task.size[0] * ranks() / each for name, each in mine.items()}
+        row["times_us"] = {name: asdict(Spread.of(each)) for name, each in mine.items()}
+        row["images_per_s"] = {name: asdict(Spread.of(each)) for name, each in images.items()}
+        row["ratios"] = {
+            f"{name} / {OURS}": asdict(ratio(mine, OURS, name))
+            for name in mine
+            if name != OURS and OURS in mine
+        }
+    return rows
+
+
+def _of_all(
+    task: Task, dtype: torch.dtype, device: torch.device, mode: str
+) -> tuple[dict[str, Step], dict[str, dict]]:
+    """Prepares the step of each implementation; returns them and what is known of them."""
+    steps: dict[str, Step] = {}
+    row: dict[str, dict] = {"first_loss": {}, "saved_bytes": {}, "peak_bytes": {}, "absent": {}}
+    for name, kind in KINDS.items():
+        if name == TORCH and device.type == "cpu":
+            continue  # DistributedDataParallel refuses it there, and alone it has nothing to do
+        model = _model(task, kind, dtype, device)
+        try:
+            steps[name], costs = _prepared(task, model, dtype, device, mode)
+        except Exception as error:
+            if mode == EAGER:
+                raise
+            # A compiler that is not installed, say, must not lose what can be measured.
+            row["absent"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        for what, cost in costs.items():
+            row[what][name] = cost
+    if ranks() == 1:
+        _check_loss(f"{task} {mode}", row["first_loss"], LOSS_TOLERANCE[dtype])
+    return steps, {what: each for what, each in row.items() if each}
 
 
 def _channels_last(dtype: torch.dtype) -> bool:
@@ -189,38 +216,39 @@ def saved_bytes(step: Step, model: nn.Module) -> int:
     return sum(kept.values())
 
 
-def _check_losses(rows: list[dict], tolerance: float) -> None:
+def _check_loss(what: str, losses: dict[str, float], tolerance: float) -> None:
     """Raises where ours computes another loss than nn.BatchNorm does of the same batch."""
-    losses = {
-        (row["mode"], row["implementation"]): row["first_loss"]
-        for row in rows
-        if "first_loss" in row
-    }
-    for (mode, name), loss in losses.items():
-        plain = losses.get((mode, PLAIN))
-        if name == OURS and plain is not None and not abs(loss / plain - 1) <= tolerance:
-            raise RuntimeError(
-                f"{rows[0]['net']} {mode}: expected the loss of nn.BatchNorm, {plain:.6f}, within "
-                f"{tolerance:.0e} of it; got {loss:.6f} of ours"
-            )
+    ours, plain = losses.get(OURS), losses.get(PLAIN)
+    if ours is not None and plain is not None and not abs(ours / plain - 1) <= tolerance:
+        raise RuntimeError(
+            f"{what}: expected the loss of nn.BatchNorm, {plain:.6f}, within {tolerance:.0e} of "
+            f"it; got {ours:.6f} of ours"
+        )
 
 
 def table(rows: list[dict]) -> str:
     """Formats the rows as one table."""
-    lines = [
-        "Images a second of a training step on one batch of random images, median [20th, 80th "
-        "percentile]. Saved: what forward keeps for backward beside the model. Peak: of a step, "
-        "beyond what was allocated before. Missing: why there is no figure.",
-        "",
-        "| net | dtype | layout | mode | | images/s | step us | ours: times as fast | saved MiB "
-        "| peak MiB | missing |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
+    lines = []
     for row in rows:
-        cells = [row.get(key, "") for key in ("net", "dtype", "layout", "mode", "implementation")]
-        for key in ("images_per_s", "step_us", "ours_times_as_fast"):
-            cells.append(str(Spread(**row[key])) if key in row else "")
-        for key in ("saved_bytes", "peak_bytes"):
-            cells.append(f"{row[key] / 2**20:,.1f}" if key in row else "")
-        lines += [f"| {' | '.join([*cells, row.get('missing', '')])} |"]
-    return "\n".join(lines) + "\n"
+        texts = [row["net"], row["dtype"], row["layout"], row.get("mode", "")]
+        for name, reason in row.get("absent", {}).items():
+            lines.append([*texts, name, f"absent: {reason}", *[""] * 4])
+        for name in row.get("times_us", {}):
+            cells = [*texts, name]
+            for what, key in (
+                ("images_per_s", name),
+                ("times_us", name),
+                ("ratios", f"{name} / {OURS}"),
+            ):
+                cells.append(str(Spread(**row[what][key])) if key in row[what] else "")
+            for what in ("saved_bytes", "peak_bytes"):
+                size = row.get(what, {}).get(name)
+                cells.append("" if size is None else f"{size / 2**20:,.1f}")
+            lines.append(cells)
+    header = ["net", "dtype", "layout", "mode", "", "images/s", "step us", "it / ours"]
+    header += ["saved MiB", "peak MiB"]
+    return (
+        f"A training step on {rows[0]['ranks']} rank(s), of one batch of random images. Saved: "
+        "what forward keeps for backward beside the model. Peak: of a step, beyond what was "
+        "allocated before.\n\n" + as_table(header, lines, texts=5)
+    )
