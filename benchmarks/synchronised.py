@@ -31,8 +31,6 @@ class TorchSynchronised(nn.SyncBatchNorm):
         world_size = dist.get_world_size(group)
         if input.is_cuda and world_size > 1:
             return super().forward(input)
-        if not input.is_cuda:
-            lend_cpu_kernels()
         self.num_batches_tracked.add_(1)
         return TorchFunction.apply(
             input, self.weight, self.bias, self.running_mean, self.running_var,
@@ -57,6 +55,8 @@ def convert(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
     found = [layer for layer in model.modules() if type(layer) in BATCH_NORMS]
     if not found:
         raise ValueError(f"expected a model with batch norms, got {type(model).__name__}")
+    if kind is TorchSynchronised:
+        lend_cpu_kernels()
     for layer in found:
         layer.__class__ = kind
         layer.process_group = None

@@ -1,4 +1,4 @@
-"""The benchmarks of several ranks, of their message and of training steps."""
+"""The benchmarks of several ranks and of the message between them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from toolkits import ROOT
 from torch import nn
 
@@ -22,7 +20,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside tests/", allow_module_level=True)
 sys.path.append(str(ROOT))
 
-from benchmarks import message, models, ranks, steps
+from benchmarks import collectives, message, ranks
 from benchmarks.collectives import time_collectives
 from benchmarks.options import Options
 from benchmarks.synchronised import OursSynchronised, TorchSynchronised, convert
@@ -168,86 +166,17 @@ def test_both_forms_of_the_message_are_timed_on_ranks_of_their_own() -> None:
     assert "| 2 | 64 | 1,032 | 1,032 | 1,032 | 516 | 2, 1 |" in message.table([row])
 
 
-@pytest.mark.parametrize("dimensions", [2, 3])
-def test_unet_keeps_the_sides_and_sees_all_of_its_input(dimensions: int) -> None:
-    net = models.UNet(dimensions, channels=3, classes=5, width=4, depth=2)
-    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert [m.num_features for m in norms] == [4, 4, 8, 8, 16, 16, 8, 8, 4, 4]
-    images = torch.randn(2, 3, *(8,) * dimensions)
-    logits = net(images)
-    assert logits.shape == (2, 5, *(8,) * dimensions)
-    F.cross_entropy(logits, torch.zeros(2, *(8,) * dimensions, dtype=torch.long)).backward()
-    assert all(p.grad is not None and p.grad.any() for p in net.parameters())
+def test_events_of_a_gpu_become_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, at_ms: float) -> None:
+            self.at_ms = at_ms
 
+        def elapsed_time(self, end: Event) -> float:
+            return end.at_ms - self.at_ms
 
-def test_resnet50_is_the_one_that_is_installed() -> None:
-    net = models.resnet50()
-    if net is None:
-        pytest.skip("neither torchvision nor timm is installed")
-    assert sum(type(m) is nn.BatchNorm2d for m in net.modules()) == 53
-
-
-@pytest.fixture
-def small_unet(monkeypatch: pytest.MonkeyPatch) -> Iterator[models.Task]:
-    """The only net to train, on one thread: several that wait for a busy core take far longer."""
-    task = models.Task("unet", lambda: models.UNet(2, 3, 4, 4, 1), (2, 3, 16, 16), 4, dense=True)
-    monkeypatch.setitem(steps.TASKS, "cpu", (task,))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield task
-    torch.set_num_threads(threads)
-
-
-def test_training_steps_are_timed_and_weighed(small_unet: models.Task) -> None:
-    both = {steps.PLAIN, steps.OURS}
-    rows = steps.measure(replace(TINY, dtypes=(torch.float32, torch.bfloat16)))
-    assert [(row["dtype"], row["layout"], row["mode"]) for row in rows] == [
-        ("float32", "contiguous", "eager"),
-        ("bfloat16", "channels last", "eager"),
-    ]
-    for row in rows:
-        assert_spreads(row["times_us"], both)
-        assert_spreads(row["ratios"], {"nn.BatchNorm / ours"})
-        for name in both:
-            images_a_step = row["images_per_s"][name]["p50"] * row["times_us"][name]["p50"] / 1e6
-            assert images_a_step == pytest.approx(2)
-        # Beside what nn.BatchNorm keeps, ours keeps its message.
-        more = row["saved_bytes"][steps.OURS] - row["saved_bytes"][steps.PLAIN]
-        norms = [m for m in small_unet.make().modules() if isinstance(m, nn.BatchNorm2d)]
-        assert more <= sum(8 * (2 * m.num_features + 1) for m in norms)
-        assert row["saved_bytes"][steps.PLAIN] > 4 * 2 * 16 * 16 * 4
-    assert steps.table(rows).count("| unet 2x3x16x16 |") == 4
-
-
-def test_saved_bytes_are_counted_once_and_without_the_models_own() -> None:
-    layer = nn.Linear(8, 8)
-    input = torch.randn(4, 8)
-
-    def step() -> None:
-        hidden = layer(input)  # keeps its input, and the weight, which is the model's
-        (hidden * hidden).sum().backward()  # keeps the same tensor twice
-
-    assert steps.saved_bytes(step, layer) == 2 * input.nbytes
-
-
-def test_what_does_not_run_is_absent_with_the_reason(
-    small_unet: models.Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(model: nn.Module) -> nn.Module:
-        raise RuntimeError("no compiler here\nat all")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    eager, compiled = steps.measure(replace(TINY, quick=False))
-    assert eager["times_us"].keys() == {steps.PLAIN, steps.OURS}
-    assert compiled["absent"][steps.OURS] == "RuntimeError: no compiler here"
-    assert "absent: RuntimeError: no compiler here" in steps.table([eager, compiled])
-    monkeypatch.setitem(steps.TASKS, "cpu", (replace(small_unet, make=lambda: None),))
-    (row,) = steps.measure(TINY)
-    assert "absent: neither torchvision nor timm is installed" in steps.table([row])
-
-
-@pytest.mark.parametrize("ours", [1.01, float("nan")])
-def test_a_step_that_computes_another_loss_is_an_error(ours: float) -> None:
-    steps._check_loss("net", {steps.PLAIN: 1.0, steps.OURS: 1.0 + 1e-5}, 1e-4)
-    with pytest.raises(RuntimeError, match="net: expected the loss of nn.BatchNorm, 1.0"):
-        steps._check_loss("net", {steps.PLAIN: 1.0, steps.OURS: ours}, 1e-4)
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    moments = [[Event(at) for at in (5.0, 5.25, 5.5, 6.0)], [Event(7.0)] * 4]
+    found = collectives._microseconds(moments, torch.device("cuda", 0))
+    assert found.tolist() == [[0, 250, 500, 1000], [2000] * 4]
+    assert waited == [torch.device("cuda", 0)]
