@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+from benchmarks.groups import ranks as launched
 from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.options import Options
 from benchmarks.report import as_table
@@ -44,6 +45,8 @@ SUM, GATHER, COMBINE = "all_reduce", "all_gather", "all_gather and combine"
 
 def measure(options: Options) -> list[dict]:
     """Times both forms for each number of ranks; returns a row for each of the channels."""
+    if launched() > 1:
+        raise SystemExit("message: for one process, which starts ranks of its own")
     channels = QUICK_CHANNELS if options.quick else CHANNELS
     rows = []
     for ranks in progress(RANKS, "group"):

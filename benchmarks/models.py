@@ -53,11 +53,15 @@ def memory_format(dimensions: int, channels_last: bool) -> torch.memory_format:
 
 
 def resnet50() -> nn.Module | None:
-    """A new ResNet-50 from whichever package is installed, or None."""
-    for package, maker in (("torchvision.models", "resnet50"), ("timm.models", "resnet50")):
+    """A new ResNet-50, of whichever package is installed for this torch, or None."""
+    makers = (
+        lambda: importlib.import_module("torchvision.models").resnet50(),
+        lambda: importlib.import_module("timm").create_model("resnet50"),
+    )
+    for make in makers:
         try:
-            return getattr(importlib.import_module(package), maker)()
-        except ImportError:
+            return make()
+        except (ImportError, RuntimeError):  # the latter from a torchvision for another torch
             continue
     return None
 

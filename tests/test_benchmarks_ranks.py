@@ -10,29 +10,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarked import CPU, TINY, assert_spreads
 from toolkits import ROOT
 from torch import nn
 
-if not (ROOT / "benchmarks").is_dir():
-    pytest.skip("no benchmarks beside tests/", allow_module_level=True)
-sys.path.append(str(ROOT))
-
 from benchmarks import collectives, message, ranks
 from benchmarks.collectives import time_collectives
-from benchmarks.options import Options
 from benchmarks.synchronised import OursSynchronised, TorchSynchronised, convert
-
-CPU = torch.device("cpu")
-TINY = Options(CPU, quick=True, turns=3, dtypes=(torch.float32,))
-
-
-def assert_spreads(spreads: dict[str, dict], names: set[str]) -> None:
-    assert spreads.keys() == names
-    for spread in spreads.values():
-        assert 0 < spread["p20"] <= spread["p50"] <= spread["p80"]
 
 
 def test_torchrun_compares_the_implementations_over_ranks(tmp_path: Path) -> None:
@@ -64,26 +52,26 @@ def test_torchrun_compares_the_implementations_over_ranks(tmp_path: Path) -> Non
 
 
 def waiting_rank(rank: int) -> dict[str, list]:
-    """Rank 1 comes 50 ms late to the collective of forward; both are on time in backward."""
+    """Rank 1 comes 200 ms late to the collective of forward; both are on time in backward."""
     values = torch.zeros(1000)
     before = vars(dist.ProcessGroup)["allreduce"]
 
     def forward() -> None:
-        time.sleep(0.05 * rank)
+        time.sleep(0.2 * rank)
         dist.all_reduce(values)
 
     times = time_collectives(forward, lambda _: dist.all_reduce(values), CPU, turns=5)
     assert vars(dist.ProcessGroup)["allreduce"] is before
-    return {name: each.min(axis=0).tolist() for name, each in times.items()}
+    return {name: np.median(each, axis=0).tolist() for name, each in times.items()}
 
 
 def test_the_wait_for_a_late_rank_is_not_the_time_of_the_collective(run) -> None:
     first, late = run(2, waiting_rank)
-    assert first["wait"][0] > 40e3 > late["wait"][0]
-    assert first["wait"][1] < 40e3
+    assert first["wait"][0] > 100e3 > late["wait"][0]
+    assert first["wait"][1] < 100e3
     for each in (first, late):
-        assert 0 < max(each["collective"]) < 40e3
-        assert 0 < max(each["latency"]) < 40e3
+        assert 0 < max(each["collective"]) < 100e3
+        assert 0 < max(each["latency"]) < 100e3
 
 
 def synchronised_rank(rank: int, kind: type, dtype: torch.dtype, last: bool) -> list[float]:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkits import ROOT
+from benchmarked import CPU, TINY, assert_spreads
 from torch import nn
-
-if not (ROOT / "benchmarks").is_dir():
-    pytest.skip("no benchmarks beside tests/", allow_module_level=True)
-sys.path.append(str(ROOT))
 
 from benchmarks import models, steps
 from benchmarks.options import Options
-
-CPU = torch.device("cpu")
-TINY = Options(CPU, quick=True, turns=3, dtypes=(torch.float32,))
-
-
-def assert_spreads(spreads: dict[str, dict], names: set[str]) -> None:
-    assert spreads.keys() == names
-    for spread in spreads.values():
-        assert 0 < spread["p20"] <= spread["p50"] <= spread["p80"]
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])
