@@ -1,9 +1,9 @@
 """The time of a collective apart from the wait for the slowest rank.
 
 Each collective is preceded by two more, of a single value. The first ends when the last rank has
-arrived; what it takes longer than the second, which all ranks enter together, is the wait. The
-collective itself then starts together too, up to how differently ranks leave the second. That is
-less than the second one's time, which is given as the latency: no message takes less.
+arrived; what it takes longer than the second usually does, which all ranks enter together, is the
+wait. The collective itself then starts together too, up to how differently ranks leave the second.
+That is less than the second one's time, which is given as the latency: no message takes less.
 
 The local work before a collective also starts together, as it does in a net, where it begins when
 the last layer's collective ends. On CUDA the times are between events on the stream, while the GPU
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -29,30 +30,41 @@ METHODS = ("allreduce", "allgather", "_allgather_base", "all_gather_single")
 AHEAD_CYCLES = 2_000_000
 
 
+#: Forward and backward of a step; backward takes what forward returns.
+Halves = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
 def time_collectives(
-    forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device, turns: int
-) -> dict[str, np.ndarray]:
-    """Runs forward and backward in turn on all ranks and times the collectives in them.
+    steps: dict[str, Halves], device: torch.device, turns: int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Times the collectives in steps that take turns, on all ranks at once.
 
     Args:
-        forward: the first half of a step; every rank must call it as often.
-        backward: the second half, of what forward returns.
+        steps: the same on every rank, by name.
         device: where they compute.
-        turns: how many steps.
+        turns: how often each has its turn.
 
     Returns:
-        Microseconds ``[turns, collectives of a step]`` of this rank: ``collective``, ``wait``
-        and ``latency``.
+        For each step ``collective``, ``wait`` and ``latency`` of this rank, in microseconds
+        ``[turns, collectives of a step]``.
     """
-    with _observed(device) as (moments, align):
+    moments: dict[str, list[list[Any]]] = {name: [] for name in steps}
+    with _observed(device) as (observed, align):
         for _ in range(turns):
-            _start_together(device, align)
-            output = forward()
-            _start_together(device, align)
-            backward(output)
-    marks = _microseconds(moments, device).reshape(turns, len(moments) // turns, 4)
-    arrival, latency, itself = np.diff(marks).transpose(2, 0, 1)
-    return {"collective": itself, "wait": arrival - latency, "latency": latency}
+            for name, (forward, backward) in steps.items():
+                _start_together(device, align)
+                output = forward()
+                _start_together(device, align)
+                backward(output)
+                moments[name] += observed
+                observed.clear()
+    found = {}
+    for name, each in moments.items():
+        times = _microseconds(each, device).reshape(turns, len(each) // turns, 3)
+        arrival, latency, itself = times.transpose(2, 0, 1)
+        wait = arrival - np.median(latency, axis=0)
+        found[name] = {"collective": itself, "wait": wait, "latency": latency}
+    return found
 
 
 def _start_together(device: torch.device, align: Callable[[], None]) -> None:
@@ -113,11 +125,11 @@ def _moment(device: torch.device) -> Any:
 
 
 def _microseconds(moments: list[list[Any]], device: torch.device) -> np.ndarray:
-    """Turns moments into microseconds since the first, ``[collectives, 4]``."""
+    """The times between the moments of each collective, ``[collectives, 3]``."""
     if not moments:
-        return np.empty((0, 4))
-    first = moments[0][0]
+        return np.empty((0, 3))
     if device.type == "cpu":
-        return 1e6 * (np.array(moments) - first)
+        return 1e6 * np.diff(moments)
     torch.cuda.synchronize(device)
-    return 1e3 * np.array([[first.elapsed_time(event) for event in marks] for marks in moments])
+    # Not from a common first event: the difference of two long times is a rounded one.
+    return 1e3 * np.array([[a.elapsed_time(b) for a, b in pairwise(marks)] for marks in moments])

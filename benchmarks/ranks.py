@@ -52,7 +52,7 @@ QUICK = ("resnet50.layer4", "head")
 
 
 def measure(options: Options) -> list[dict]:
-    """Measures every layer on all ranks; every rank returns the same rows, rank 0's times."""
+    """Measures every layer, on all ranks at once; what rank 0 returns is reported."""
     layers = [
         layer
         for layer in LAYERS[options.device.type]
@@ -121,8 +121,8 @@ def _collectives(
 ) -> dict[str, dict[str, Any]]:
     """How many collectives a step has, and the time of them all and of the wait before them."""
     found: dict[str, dict[str, Any]] = {"collectives": {}}
-    for name, layer in layers.items():
-        times = time_collectives(layer.forward, layer.backward, device, turns)
+    steps = {name: (layer.forward, layer.backward) for name, layer in layers.items()}
+    for name, times in time_collectives(steps, device, turns).items():
         found["collectives"][name] = times["collective"].shape[1]
         if found["collectives"][name] > 0:
             for what, each in times.items():
