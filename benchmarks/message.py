@@ -50,10 +50,14 @@ def measure(options: Options) -> list[dict]:
     channels = QUICK_CHANNELS if options.quick else CHANNELS
     rows = []
     for ranks in progress(RANKS, "group"):
-        wanted = [c for c in channels if options.match in f"{ranks} ranks {c} channels"]
+        wanted = [c for c in channels if options.match in _name(ranks, c)]
         if wanted:
             rows += _on_ranks(ranks, wanted, options.turns)
     return rows
+
+
+def _name(ranks: int, channels: int) -> str:
+    return f"{ranks} ranks {channels} channels"
 
 
 def traffic(channels: int, ranks: int) -> dict[str, dict[str, int]]:
@@ -112,6 +116,7 @@ def _row(rank: int, ranks: int, channels: int, turns: int) -> dict:
     times = interleave(calls, torch.device("cpu"), turns)
     return {
         "question": "message",
+        "name": _name(ranks, channels),
         "ranks": ranks,
         "channels": channels,
         "traffic": traffic(channels, ranks),
