@@ -28,9 +28,7 @@ from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.options import Options, name_of
 from benchmarks.report import as_table
 from benchmarks.shapes import Shape
-from benchmarks.synchronised import OursSynchronised, TorchSynchronised, convert
-
-PLAIN, TORCH, OURS = "nn.BatchNorm", "torch SyncBN", "ours"
+from benchmarks.synchronised import KINDS, OURS, PLAIN, TORCH, convert
 
 LAYERS = {
     "cpu": (
@@ -69,10 +67,7 @@ class Layer:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> None:
         rank = dist.get_rank()
         norm = nn.BatchNorm1d if len(shape.size) == 2 else nn.BatchNorm2d
-        module = nn.Sequential(norm(shape.channels, device=device))
-        if name != PLAIN:
-            convert(module, {TORCH: TorchSynchronised, OURS: OursSynchronised}[name])
-        self.module = module[0]
+        (self.module,) = convert(nn.Sequential(norm(shape.channels, device=device)), KINDS[name])
         self.input = shape.random(dtype, device, seed=2 * rank).requires_grad_()
         self.grad_out = shape.random_gradient(dtype, device, seed=2 * rank + 1)
 
@@ -89,7 +84,7 @@ class Layer:
 
 def _row(shape: Shape, dtype: torch.dtype, options: Options) -> dict:
     device = options.device
-    layers = {name: Layer(shape, dtype, device, name) for name in (PLAIN, TORCH, OURS)}
+    layers = {name: Layer(shape, dtype, device, name) for name in KINDS}
     exact = _of_the_whole_batch(shape, dtype, device)
     errors = {name: _error(layer, exact) for name, layer in layers.items()}
     limit = 8 * torch.finfo(dtype).eps

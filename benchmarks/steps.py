@@ -29,10 +29,7 @@ from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.models import Task, UNet, memory_format, resnet50
 from benchmarks.options import Options, name_of
 from benchmarks.report import as_table
-from benchmarks.synchronised import OursSynchronised, TorchSynchronised, convert
-
-PLAIN, TORCH, OURS = "nn.BatchNorm", "torch SyncBN", "ours"
-KINDS = {PLAIN: None, TORCH: TorchSynchronised, OURS: OursSynchronised}
+from benchmarks.synchronised import KINDS, OURS, PLAIN, TORCH, convert
 
 unet, unet3d = functools.partial(UNet, 2, 3, 8), functools.partial(UNet, 3, 1, 4)
 
@@ -166,8 +163,7 @@ def _model(
     torch.manual_seed(0)
     model = task.make()
     assert model is not None
-    if kind is not None:
-        convert(model, kind)
+    convert(model, kind)
     return model.to(device, memory_format=memory_format(len(task.size), _channels_last(dtype)))
 
 

@@ -50,8 +50,19 @@ class OursSynchronised(syncbn_cuda.FastSyncBatchNorm):
         )  # fmt: skip
 
 
-def convert(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+#: What is compared, by the names in tables; what a batch norm becomes, None where it stays.
+PLAIN, TORCH, OURS = "nn.BatchNorm", "torch SyncBN", "ours"
+KINDS: dict[str, type[nn.Module] | None] = {
+    PLAIN: None,
+    TORCH: TorchSynchronised,
+    OURS: OursSynchronised,
+}
+
+
+def convert(model: nn.Module, kind: type[nn.Module] | None) -> nn.Module:
     """Gives the batch norms of a model another class, in place, and returns the model."""
+    if kind is None:
+        return model
     found = [layer for layer in model.modules() if type(layer) in BATCH_NORMS]
     if not found:
         raise ValueError(f"expected a model with batch norms, got {type(model).__name__}")
