@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
 import syncbn_cuda
 from benchmarks.shapes import Shape
+from benchmarks.synchronised import OursSynchronised, TorchSynchronised
 
 #: Reads or writes of a tensor of the input's size that a direction cannot do without.
 PASSES = {"forward": 3, "backward": 5}
@@ -30,7 +29,7 @@ class Candidate:
 
 
 def candidates(
-    shape: Shape, dtype: torch.dtype, device: torch.device, group: Any | None
+    shape: Shape, dtype: torch.dtype, device: torch.device, synchronised: bool
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Makes the layers to compare, and says of which there are none, and why.
 
@@ -38,19 +37,18 @@ def candidates(
         shape: their input.
         dtype: its type.
         device: where they work.
-        group: the process group of those that synchronise, CUDA's alone; None leaves them out.
+        synchronised: also those that synchronise, over the process group that there is.
     """
     ours, plain = syncbn_cuda.convert_sync_batchnorm(_plain(shape, device)), _plain(shape, device)
     made = {
         "ours": Candidate(ours, ours),
         "torch" if device.type == "cpu" else "cuDNN": Candidate(plain, plain),
     }
-    if group is None:
+    if not synchronised:
         return made, {}
-    made |= {
-        "ours synchronised": ours_synchronised(shape, device, group),
-        "torch synchronised": torch_synchronised(shape, device, group),
-    }
+    for name, kind in SYNCHRONISED.items():
+        layer = kind(shape.channels, device=device)
+        made[name] = Candidate(layer, layer)
     absent = {}
     for name, make in OPTIONAL.items():
         try:
@@ -70,32 +68,6 @@ def _plain(shape: Shape, device: torch.device) -> nn.Module:
     return kind(shape.channels, device=device)
 
 
-def ours_synchronised(shape: Shape, device: torch.device, group: Any) -> Candidate:
-    """Our layer with its collectives in a group of one, in which the module skips them."""
-    m = syncbn_cuda.convert_sync_batchnorm(_plain(shape, device))
-
-    def run(input: Tensor) -> Tensor:
-        return syncbn_cuda.functional.batch_norm(
-            input, m.running_mean, m.running_var, m.weight, m.bias, True, m.momentum, m.eps,
-            m.num_batches_tracked, group, m,
-        )  # fmt: skip
-
-    return Candidate(run, m)
-
-
-def torch_synchronised(shape: Shape, device: torch.device, group: Any) -> Candidate:
-    """torch's layer on its synchronised path, which its module leaves in a group of one."""
-    m = _plain(shape, device)
-
-    def run(input: Tensor) -> Tensor:
-        m.num_batches_tracked.add_(1)  # as its module does
-        return TorchSyncBatchNorm.apply(
-            input, m.weight, m.bias, m.running_mean, m.running_var, m.eps, m.momentum, group, 1
-        )
-
-    return Candidate(run, m)
-
-
 def _apex(shape: Shape, device: torch.device) -> Candidate:
     parallel = importlib.import_module("apex.parallel")
     m = parallel.SyncBatchNorm(shape.channels, channel_last=shape.channels_last).to(device)
@@ -111,6 +83,8 @@ def _inplace_abn(shape: Shape, device: torch.device) -> Candidate:
     # It writes its output over its input, which here must stay as it is.
     return Candidate(lambda input: m(input.clone()), m)
 
+
+SYNCHRONISED = {"ours synchronised": OursSynchronised, "torch synchronised": TorchSynchronised}
 
 #: Layers of packages that may be installed or not.
 OPTIONAL = {"apex": _apex, "inplace_abn": _inplace_abn}

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.candidates import ours_synchronised, torch_synchronised
 from benchmarks.groups import process_group
 from benchmarks.harness import Spread, interleave, ratio
 from benchmarks.options import Options
 from benchmarks.report import as_table
 from benchmarks.shapes import Shape
+from benchmarks.synchronised import OursSynchronised, TorchSynchronised
 from benchmarks.torch_on_cpu import torch_on_cpu
 from syncbn_cuda import FastSyncBatchNorm
 
@@ -36,6 +36,9 @@ STEPS = 4
 SHAPE = Shape("few values", (2, 64, 2, 2))
 
 OURS, TORCH, PLAIN = "ours", "torch SyncBatchNorm", "torch BatchNorm (not synchronised)"
+MODULES = {OURS: FastSyncBatchNorm, TORCH: nn.SyncBatchNorm, PLAIN: nn.BatchNorm2d}
+#: Which also synchronise one rank alone.
+SYNCHRONISED = {OURS: OursSynchronised, TORCH: TorchSynchronised}
 
 
 @contextmanager
@@ -60,45 +63,22 @@ def fake_group(ranks: int = 2) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def step_of(layers: list[Callable[[Tensor], Tensor]], parameters: list[Tensor]) -> Callable:
-    """Returns a step of training: all layers one after the other, and their gradients."""
-    device = parameters[0].device
+def _steps(kind: type[nn.Module], device: torch.device) -> Callable[[], None]:
+    """Returns some steps of training: all layers one after the other, and their gradients."""
+    layers = nn.Sequential(*[kind(SHAPE.channels, device=device) for _ in range(LAYERS)])
     input = SHAPE.random(torch.float32, device).requires_grad_()
     grad_out = SHAPE.random_gradient(torch.float32, device)
-    leaves = [input, *parameters]
+    leaves = [input, *layers.parameters()]
 
     def steps() -> None:
         for _ in range(STEPS):
             for leaf in leaves:
                 leaf.grad = None
-            output = input
-            for layer in layers:
-                output = layer(output)
-            output.backward(grad_out)
+            layers(input).backward(grad_out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # or the next one's waits would be for this one's work
 
     return steps
-
-
-def _steps_on_cpu() -> dict[str, Callable]:
-    kinds = {OURS: FastSyncBatchNorm, TORCH: nn.SyncBatchNorm, PLAIN: nn.BatchNorm2d}
-    made = {name: [kind(SHAPE.channels) for _ in range(LAYERS)] for name, kind in kinds.items()}
-    return {
-        name: step_of(list(layers), [p for layer in layers for p in layer.parameters()])
-        for name, layers in made.items()
-    }
-
-
-def _steps_on_cuda(device: torch.device) -> dict[str, Callable]:
-    made: dict[str, list[Any]] = {OURS: [], TORCH: []}
-    for _ in range(LAYERS):
-        made[OURS].append(ours_synchronised(SHAPE, device, dist.group.WORLD))
-        made[TORCH].append(torch_synchronised(SHAPE, device, dist.group.WORLD))
-    return {
-        name: step_of([c.run for c in layers], [p for c in layers for p in c.module.parameters()])
-        for name, layers in made.items()
-    }
 
 
 def measure(options: Options) -> list[dict]:
@@ -106,7 +86,8 @@ def measure(options: Options) -> list[dict]:
     cpu = options.device.type == "cpu"
     group = fake_group() if cpu else process_group(options.device)
     with group, torch_on_cpu(cpu), one_thread():
-        steps = _steps_on_cpu() if cpu else _steps_on_cuda(options.device)
+        kinds = MODULES if cpu else SYNCHRONISED
+        steps = {name: _steps(kind, options.device) for name, kind in kinds.items()}
         # Of this thread alone, where it waits for nothing: others may have the processor meanwhile.
         clock = time.thread_time if cpu else time.perf_counter
         times = interleave(steps, torch.device("cpu"), options.turns, clock=clock)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -87,7 +86,7 @@ def _surroundings(device: torch.device) -> Iterator[None]:
 
 
 def _on_cpu(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
-    made, absent = candidates(shape, dtype, options.device, None)
+    made, absent = candidates(shape, dtype, options.device, False)
     inputs, grads = _buffers(shape, dtype, options.device, 1)
     calls = _calls(made, inputs, grads, shape, dtype)
     x, dy = inputs[0], grads[0]
@@ -104,7 +103,7 @@ def _on_cpu(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
 
 def _on_cuda(shape: Shape, dtype: torch.dtype, options: Options) -> list[dict]:
     device, turns = options.device, options.turns
-    made, absent = candidates(shape, dtype, device, dist.group.WORLD)
+    made, absent = candidates(shape, dtype, device, True)
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     large = 2 * shape.bytes(dtype) > cache  # no cache holds what it reads and writes
     inputs, grads = _buffers(shape, dtype, device, graphs.rotation(shape.bytes(dtype), cache))

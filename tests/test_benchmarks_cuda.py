@@ -10,22 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from toolkits import ROOT
+from benchmarked import CPU
 from torch.autograd import DeviceType
 
-if not (ROOT / "benchmarks").is_dir():
-    pytest.skip("no benchmarks beside tests/", allow_module_level=True)
-sys.path.append(str(ROOT))
-
 from benchmarks import bars, counts, graphs, groups, harness, layers
-from benchmarks import candidates as compared
 from benchmarks.candidates import BOTH
 from benchmarks.counts import Counts
 from benchmarks.layers_table import headline, table
 from benchmarks.options import Options
 from benchmarks.shapes import Shape
-
-CPU = torch.device("cpu")
+from benchmarks.synchronised import lend_cpu_kernels
 
 
 def event(name, start, end, device=False, annotation=False):
@@ -132,14 +126,10 @@ def pretended(monkeypatch):
     monkeypatch.setattr(
         harness,
         "_interleave_cpu",
-        lambda calls, turns: on_device(calls, CPU, turns, lambda call: call()),
+        lambda calls, turns, clock: on_device(calls, CPU, turns, lambda call: call()),
     )
 
-    def plain(shape, device, group):
-        module = compared._plain(shape, device)
-        return compared.Candidate(module, module)
-
-    monkeypatch.setattr(compared, "torch_synchronised", plain)
+    lend_cpu_kernels()  # to torch's own
     return seen
 
 

@@ -7,15 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarked import TINY, assert_spreads
 from torch import nn
 
-pytest.importorskip("benchmarks", reason="the benchmarks are not here")
-
 from benchmarks import host
-from benchmarks.options import Options
 from benchmarks.torch_on_cpu import KERNELS, torch_on_cpu
-
-CPU = Options(device=torch.device("cpu"), turns=3)
 
 
 def test_torch_layers_run_their_own_code_and_refuse_the_cpu_again():
@@ -53,9 +49,9 @@ def test_torch_on_cpu_calls_as_many_operators_as_torch_itself():
 
 
 def test_the_table_names_each_layer_and_the_bar():
-    [row] = host.measure(CPU)
+    [row] = host.measure(TINY)
     assert row["operators"][host.OURS] < row["operators"][host.TORCH]
-    assert all(0 < spread["p20"] <= spread["p50"] for spread in row["times_us"].values())
+    assert_spreads(row["times_us"], {host.OURS, host.TORCH, host.PLAIN})
     text = host.table([row])
     assert all(name in text for name in (host.OURS, host.TORCH, host.PLAIN))
     [(_, bar, measured)] = host.bars([row])
