@@ -68,7 +68,7 @@ struct Cpu {
     }
     const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
     const cpu::Tensors tensors(args.layout, args.dtype, args.input, nullptr, nullptr);
-    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels.lanes);
+    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels);
     const std::unique_ptr<double[]> partials(new double[plan.parts() * 3 * C]);
     cpu::run(kernels.stats, plan, tensors.operands, partials.get(), 3);
     cpu::for_channels(C, [&](int64_t begin, int64_t end) {
@@ -85,8 +85,8 @@ struct Cpu {
         const cpu::Coefficients<decltype(zero)> coefficients(
             tensors.operands, kernels.elemt_coefficients, 4, args.stats, nullptr, args.eps,
             args.weight, args.bias);
-        cpu::run(kernels.elemt, cpu::elementwise_plan(tensors.operands, kernels.lanes),
-                 tensors.operands, nullptr, 0);
+        cpu::run(kernels.elemt, cpu::elementwise_plan(tensors.operands, kernels), tensors.operands,
+                 nullptr, 0);
       });
     }
     if (args.running.present() && args.stats[2 * C] > 0) {
@@ -114,7 +114,7 @@ struct Cpu {
     }
     const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
     cpu::Tensors tensors(args.layout, args.dtype, args.input, args.grad_out, nullptr);
-    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels.lanes);
+    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels);
     const std::unique_ptr<double[]> partials(new double[plan.parts() * 2 * C]);
     cpu::dispatch_acc(args.dtype, [&](auto zero) {
       const cpu::Coefficients<decltype(zero)> coefficients(tensors.operands,
@@ -142,7 +142,7 @@ struct Cpu {
       const cpu::Coefficients<decltype(zero)> coefficients(
           tensors.operands, kernels.backward_elemt_coefficients, 5, args.stats, args.sums, args.eps,
           args.weight, {});
-      cpu::run(kernels.backward_elemt, cpu::elementwise_plan(tensors.operands, kernels.lanes),
+      cpu::run(kernels.backward_elemt, cpu::elementwise_plan(tensors.operands, kernels),
                tensors.operands, nullptr, 0);
     });
   }
