@@ -10,7 +10,11 @@
 
 #include <cstdint>
 
+#include "../arguments.h"
+
 namespace syncbn::cpu {
+
+struct Plan;  // plan.h
 
 struct Box {
   int64_t n0, n1, c0, c1, s0, s1;  // s0 and s1 cut [0, S) only where a plane is long
@@ -62,6 +66,11 @@ constexpr bool applies_by_plane(int64_t S, int64_t pack) { return S >= pack; }
 
 using Kernel = void (*)(const Operands&, const Box&);
 using ChannelKernel = void (*)(const Channels&, int64_t begin, int64_t end);
+using FinishStats = void (*)(const Plan&, const double* partials, const StatsArgs&, int64_t begin,
+                             int64_t end);
+using UpdateRunning = void (*)(const ElemtArgs&, double factor, int64_t begin, int64_t end);
+using FinishBackward = void (*)(const Plan&, const double* partials, const void* invstd,
+                                const BackwardReduceArgs&, int64_t begin, int64_t end);
 
 // The kernels of one scalar type.
 struct TypeKernels {
@@ -71,6 +80,9 @@ struct TypeKernels {
   Kernel backward_reduce;  // partial: sum of dy, sum of dy * (x - mean)
   Kernel backward_elemt;   // dx
   ChannelKernel elemt_coefficients, backward_reduce_coefficients, backward_elemt_coefficients;
+  FinishStats finish_stats;
+  UpdateRunning update_running;
+  FinishBackward finish_backward;
 };
 
 struct Kernels {

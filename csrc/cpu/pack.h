@@ -89,20 +89,33 @@ SYNCBN_INLINE void store(BFloat16* p, const Pack<BFloat16>& pack) {
   store_unaligned(p, narrow_bfloat16(pack.part[0], pack.part[1]));
 }
 
+// Which lanes of two vectors a shuffle takes: the even ones, the odd ones, or both interleaved.
+struct Pairs {
+  int32_t even[kVec<float>], odd[kVec<float>], low[kVec<float>], high[kVec<float>];
+
+  constexpr Pairs() : even(), odd(), low(), high() {
+    constexpr auto n = static_cast<int32_t>(kVec<float>);
+    for (int32_t i = 0; i < n; ++i) {
+      even[i] = 2 * i;
+      odd[i] = 2 * i + 1;
+      low[i] = i / 2 + i % 2 * n;
+      high[i] = low[i] + n / 2;
+    }
+  }
+};
+constexpr Pairs kPairs;
+
 template <typename scalar_t>
 SYNCBN_INLINE Pack<scalar_t> load_lanes(const acc_of<scalar_t>* p) {
   return {{load_unaligned<Vec<acc_of<scalar_t>>>(p)}};
 }
 template <>
 SYNCBN_INLINE Pack<BFloat16> load_lanes<BFloat16>(const float* p) {
-  const Vec<float> low = load_unaligned<Vec<float>>(p);
-  const Vec<float> high = load_unaligned<Vec<float>>(p + kVec<float>);
-  Vec<int32_t> even;
-#pragma GCC unroll 16
-  for (int i = 0; i < kVec<float>; ++i) {
-    even[i] = 2 * i;
-  }
-  return {{__builtin_shuffle(low, high, even), __builtin_shuffle(low, high, even + 1)}};
+  const auto low = load_unaligned<Vec<float>>(p),
+             high = load_unaligned<Vec<float>>(p + kVec<float>);
+  const auto even = load_unaligned<Vec<int32_t>>(kPairs.even);
+  const auto odd = load_unaligned<Vec<int32_t>>(kPairs.odd);
+  return {{__builtin_shuffle(low, high, even), __builtin_shuffle(low, high, odd)}};
 }
 
 template <typename scalar_t>
@@ -111,14 +124,10 @@ SYNCBN_INLINE void store_lanes(acc_of<scalar_t>* p, const Pack<scalar_t>& pack) 
 }
 template <>
 SYNCBN_INLINE void store_lanes(float* p, const Pack<BFloat16>& pack) {
-  Vec<int32_t> low;
-#pragma GCC unroll 16
-  for (int i = 0; i < kVec<float>; ++i) {
-    low[i] = i / 2 + i % 2 * static_cast<int>(kVec<float>);
-  }
-  const auto half = static_cast<int>(kVec<float> / 2);
+  const auto low = load_unaligned<Vec<int32_t>>(kPairs.low);
+  const auto high = load_unaligned<Vec<int32_t>>(kPairs.high);
   store_unaligned(p, __builtin_shuffle(pack.part[0], pack.part[1], low));
-  store_unaligned(p + kVec<float>, __builtin_shuffle(pack.part[0], pack.part[1], low + half));
+  store_unaligned(p + kVec<float>, __builtin_shuffle(pack.part[0], pack.part[1], high));
 }
 
 // The middle of three values, lane by lane.

@@ -5,6 +5,7 @@
 
 #include "coefficients.h"
 #include "elementwise.h"
+#include "finish.h"
 #include "reduce.h"
 
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
@@ -20,7 +21,10 @@ constexpr TypeKernels type_kernels() {
           &apply<BackwardElemt<scalar_t>, scalar_t>,
           &elemt_coefficients<acc_t>,
           &centre_coefficients<acc_t>,
-          &backward_elemt_coefficients<acc_t>};
+          &backward_elemt_coefficients<acc_t>,
+          &finish_stats,
+          &update_running,
+          &finish_backward<acc_t>};
 }
 
 constexpr Kernels table() {

@@ -126,17 +126,15 @@ SYNCBN_INLINE Bits16 narrow_float16(Vec<float> v) {
 #endif
 
 // The sum of all lanes, halved over and over: an order that the width alone fixes.
-SYNCBN_INLINE double sum_lanes(Vec<double> v) {
-#pragma GCC unroll 4
-  for (int64_t w = kVec<double> / 2; w > 0; w /= 2) {
-    Vec<int64_t> lane;
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < kVec<double>; ++i) {
-      lane[i] = i ^ w;
-    }
-    v += __builtin_shuffle(v, lane);
+template <int64_t kBytes = SYNCBN_VECTOR_BYTES>
+SYNCBN_INLINE double sum_lanes(typename VectorOf<double, kBytes>::type v) {
+  if constexpr (kBytes == 16) {
+    return v[0] + v[1];
+  } else {
+    typename VectorOf<double, kBytes / 2>::type half[2];
+    __builtin_memcpy(half, &v, kBytes);
+    return sum_lanes<kBytes / 2>(half[0] + half[1]);
   }
-  return v[0];
 }
 
 }  // namespace syncbn::cpu::SYNCBN_CAPABILITY
