@@ -10,6 +10,7 @@
 #include "../layout.h"
 #include "../statistics.h"
 #include "kernels.h"
+#include "pages.h"
 #include "plan.h"
 
 namespace syncbn::cpu {
@@ -38,10 +39,14 @@ class Tensors {
       operands.N *= operands.S;
       operands.S = 1;
     }
+    const int64_t bytes = layout.numel() * (dtype == ScalarType::Double  ? 8
+                                            : dtype == ScalarType::Float ? 4
+                                                                         : 2);
+    if (output != nullptr) {
+      prefer_huge_pages(output, bytes);
+    }
     if (layout.numel() < kPad) {
-      bytes_ = layout.numel() * (dtype == ScalarType::Double  ? 8
-                                 : dtype == ScalarType::Float ? 4
-                                                              : 2);
+      bytes_ = bytes;
       buffers_.reset(new Buffers());
       operands.input = std::memcpy(buffers_->input, input, bytes_);
       if (grad_out != nullptr) {

@@ -10,6 +10,7 @@
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
+constexpr int64_t kAheadRows = 2 * kTileRows;  // short pieces of rows elude the hardware's prefetch
 
 // How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once
 // more for each tail.
@@ -127,7 +128,9 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
       Op op = tile_ops.ops[j];
 #pragma GCC unroll 8
       for (int64_t r = 0; r < count.value; ++r) {
-        op.add(values, from + lane + r * row_stride);
+        const int64_t offset = from + lane + r * row_stride;
+        values.prefetch(offset + kAheadRows * row_stride);
+        op.add(values, offset);
       }
       tile_ops.ops[j].take_sums(op);
     });

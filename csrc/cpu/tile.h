@@ -77,6 +77,14 @@ struct Values {
       : input(static_cast<const scalar_t*>(operands.input)),
         grad_out(static_cast<const scalar_t*>(operands.grad_out)),
         output(static_cast<scalar_t*>(operands.output)) {}
+
+  // Of what is read; beyond the end it does nothing.
+  SYNCBN_INLINE void prefetch(int64_t offset) const {
+    __builtin_prefetch(input + offset);
+    if (grad_out != nullptr) {
+      __builtin_prefetch(grad_out + offset);
+    }
+  }
 };
 
 // A number that a function is compiled for.
