@@ -87,25 +87,47 @@ void apply_planes(const Operands& operands, const Box& box) {
 template <typename Op, typename scalar_t>
 void apply_tile(const Operands& operands, const Tile& tile, int64_t offset, int64_t rows,
                 int64_t row_stride, int64_t rest) {
+  constexpr int64_t pack = kPack<scalar_t>;
   const Values<scalar_t> values(operands);
   const TileOps<Op, scalar_t> tile_ops(operands, tile);
   const auto apply_row = [&](int64_t row) __attribute__((always_inline)) {
-    for_packs<kPack<scalar_t>>(tile.width,
-                               [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
-                                 tile_ops.ops[j].apply(values, row + lane);
-                               });
+    for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
+      tile_ops.ops[j].apply(values, row + lane);
+    });
   };
-  for (int64_t r = 0; r < rows; ++r, offset += row_stride) {
-    apply_row(offset);
+  // All rows of a narrow tile, of so many packs, with the coefficients in registers.
+  const auto apply_narrow = [&](auto packs) __attribute__((always_inline)) {
+    Op ops[packs.value];
+    int64_t lanes[packs.value];
+    for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
+      ops[j] = tile_ops.ops[j];
+      lanes[j] = lane;
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < packs.value; ++j) {
+        ops[j].apply(values, offset + r * row_stride + lanes[j]);
+      }
+    }
+  };
+  const int64_t vectors = (tile.width + pack - 1) / pack * kParts<scalar_t>;
+  if (vectors == 3 && kParts<scalar_t> == 1) {
+    apply_narrow(Count<3>{});
+  } else if (vectors == 4) {
+    apply_narrow(Count<4 / kParts<scalar_t>>{});
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      apply_row(offset + r * row_stride);
+    }
   }
   if (rest > 0) {  // the last full row, moved up to the end
-    apply_row(offset - row_stride + rest);
+    apply_row(offset + (rows - 1) * row_stride + rest);
   }
 }
 
 template <typename Op, typename scalar_t>
 void apply_tiles(const Operands& operands, const Box& box) {
-  const Tiling tiling(operands, box, kPack<scalar_t>, kRepeatedLanes<acc_of<scalar_t>>);
+  const Tiling tiling(operands, box, kPack<scalar_t>, kVec<acc_of<scalar_t>>);
   const int64_t turn = tiling.tiles == 1 ? tiling.rows : kTurnRows;
   for (int64_t r = 0; r < tiling.rows; r += turn) {
     const bool last = tiling.rows - r <= turn;

@@ -10,7 +10,7 @@
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
-constexpr int64_t kAheadRows = 2 * kTileRows;  // short pieces of rows elude the hardware's prefetch
+constexpr int64_t kShortRow = 256;  // several of them side by side elude the hardware's prefetch
 
 // How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once
 // more for each tail.
@@ -123,26 +123,35 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
   for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
     tile_ops.ops[j].open(values, offset + lane, rows, row_stride);
   });
-  const auto add_rows = [&](auto count, int64_t from) __attribute__((always_inline)) {
+  const auto add_rows = [&](auto count, auto ahead, int64_t from) __attribute__((always_inline)) {
     for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
       Op op = tile_ops.ops[j];
 #pragma GCC unroll 8
       for (int64_t r = 0; r < count.value; ++r) {
         const int64_t offset = from + lane + r * row_stride;
-        values.prefetch(offset + kAheadRows * row_stride);
+        if constexpr (ahead.value > 0) {
+          values.prefetch(offset + ahead.value * row_stride);
+        }
         op.add(values, offset);
       }
       tile_ops.ops[j].take_sums(op);
     });
   };
-  int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows) {
-    add_rows(Count<kTileRows>{}, offset + r * row_stride);
+  const auto add_blocks = [&](auto ahead) __attribute__((always_inline)) {
+    int64_t r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows) {
+      add_rows(Count<kTileRows>{}, ahead, offset + r * row_stride);
+    }
+    for (; r < rows; ++r) {
+      add_rows(Count<1>{}, ahead, offset + r * row_stride);
+    }
+  };
+  if (row_stride <= kShortRow) {
+    add_blocks(Count<2 * kTileRows>{});
+  } else {
+    add_blocks(Count<0>{});
   }
-  for (; r < rows; ++r) {
-    add_rows(Count<1>{}, offset + r * row_stride);
-  }
-  Counts<acc_t, kRepeatedLanes<acc_t>> counts;
+  Counts<acc_t, kRepeatedVectors * kVec<acc_t>> counts;
   if (rest > 0) {  // fewer than `repeats` values of n: the last full row, moved up to the end
     counts.weigh(tile.width - rest, tile.width);
     const int64_t last = offset + (rows - 1) * row_stride + rest;
@@ -159,7 +168,7 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
 
 template <typename Op, typename scalar_t>
 void reduce_tiles(const Operands& operands, const Box& box) {
-  const Tiling tiling(operands, box, kPack<scalar_t>, kRepeatedLanes<acc_of<scalar_t>>);
+  const Tiling tiling(operands, box, kPack<scalar_t>, kVec<acc_of<scalar_t>>);
   for (int64_t r = 0; r < tiling.rows; r += kReduceRows) {
     const bool last = tiling.rows - r <= kReduceRows;
     const int64_t rows = last ? tiling.rows - r : kReduceRows;

@@ -21,9 +21,8 @@ namespace syncbn::cpu::SYNCBN_CAPABILITY {
 constexpr int64_t kTileLanes = 1024;  // arrays of some kilobytes
 constexpr int64_t kTileRows = 4;      // streams from memory at a time
 
-// Lanes of a row that is put together from several n: beyond them nothing is gained.
-template <typename acc_t>
-constexpr int64_t kRepeatedLanes = 8 * kVec<acc_t>;
+// Vectors of a row that is put together from several n.
+constexpr int64_t kRepeatedVectors = 8;
 
 struct Tile {
   int64_t channel, channels;  // first channel, number of channels
@@ -42,17 +41,18 @@ struct Tiling {
   int64_t rows, rest;  // `rest` values follow the last full row, those of fewer than `repeats` n
   int64_t tiles;
 
-  SYNCBN_INLINE Tiling(const Operands& operands, const Box& box, int64_t pack,
-                       int64_t repeated_lanes)
+  SYNCBN_INLINE Tiling(const Operands& operands, const Box& box, int64_t pack, int64_t vec)
       : S(operands.S), c0(box.c0), channels(box.c1 - box.c0), n_stride(operands.C * operands.S) {
     const int64_t n = box.n1 - box.n0;
-    const int64_t fit = channels == operands.C ? repeated_lanes / n_stride : 0;
-    repeats = fit < 1 ? 1 : fit < n ? fit : n;
-    int64_t even = 1;  // so many n are a whole number of packs
+    // A row of a few vectors is enough, of more where only that makes it whole packs, or nearly.
+    int64_t even = 1;  // so many n are whole packs
     while (even * n_stride % pack != 0) {
       even *= 2;
     }
-    repeats -= even <= repeats ? repeats % even : 0;
+    int64_t fit = kRepeatedVectors / 2 * vec / n_stride;
+    fit = fit < even ? kRepeatedVectors * vec / n_stride : fit;
+    fit -= fit < even ? 0 : fit % even;
+    repeats = channels < operands.C || fit < 1 ? 1 : fit < n ? fit : n;
     row_stride = repeats * n_stride;
     rows = n / repeats;
     rest = n % repeats * n_stride;
