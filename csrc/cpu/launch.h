@@ -135,13 +135,18 @@ void dispatch_acc(ScalarType dtype, const F& f) {
 // Runs `kernel` over all boxes of `plan`; `partials` is [parts, rows, C], or null and rows 0.
 inline void run(Kernel kernel, const Plan& plan, const Operands& operands, double* partials,
                 int64_t rows) {
-  torch::stable::parallel_for(0, plan.boxes(), plan.grain(), [&](int64_t begin, int64_t end) {
+  const auto run_boxes = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       Box box = plan.box(i);
       box.partial = partials + plan.part(i) * rows * plan.C;
       kernel(operands, box);
     }
-  });
+  };
+  if (plan.boxes() <= plan.grain()) {
+    run_boxes(0, plan.boxes());
+  } else {
+    torch::stable::parallel_for(0, plan.boxes(), plan.grain(), run_boxes);
+  }
 }
 
 }  // namespace syncbn::cpu

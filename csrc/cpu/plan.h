@@ -55,8 +55,10 @@ namespace detail {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// By fours, so that few boxes too are shared out evenly.
 inline int64_t boxes_wanted(int64_t values) {
-  return std::clamp<int64_t>(values / kBoxValues, 1, kMaxBoxes);
+  const int64_t boxes = std::clamp<int64_t>(values / kBoxValues, 1, kMaxBoxes);
+  return boxes <= 2 ? boxes : divide_up(boxes, 4) * 4;
 }
 
 // A plane is cut only in pieces of some length.
