@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "../arguments.h"
 
@@ -32,7 +33,7 @@ struct Operands {
   //   elemt            scale, shift
   //   backward_reduce  invstd
   //   backward_elemt   mean_dy, slope, scale
-  // padded so that a whole vector can be read at any channel.
+  // padded so that a whole pack (pack.h) can be read at any channel.
   const void* coefficients;
   int64_t stride;
 };

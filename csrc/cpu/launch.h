@@ -16,7 +16,7 @@
 namespace syncbn::cpu {
 
 constexpr int64_t kChannelGrain = 2048;  // channels that are worth a thread
-constexpr int64_t kPad = 64;             // values, at least the widest vector
+constexpr int64_t kPad = 64;             // values, at least the widest pack
 
 // Runs f(begin, end) over ranges of channels.
 template <typename F>
@@ -28,7 +28,7 @@ void for_channels(int64_t C, const F& f) {
   }
 }
 
-// The tensors of a call. One smaller than a vector is copied to where there is room for a whole
+// The tensors of a call. One smaller than a pack is copied to where there is room for a whole
 // one.
 class Tensors {
  public:

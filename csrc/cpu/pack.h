@@ -89,21 +89,20 @@ SYNCBN_INLINE void store(BFloat16* p, const Pack<BFloat16>& pack) {
   store_unaligned(p, narrow_bfloat16(pack.part[0], pack.part[1]));
 }
 
-// Which lanes of two vectors a shuffle takes: the even ones, the odd ones, or both interleaved.
-struct Pairs {
-  int32_t even[kVec<float>], odd[kVec<float>], low[kVec<float>], high[kVec<float>];
-
-  constexpr Pairs() : even(), odd(), low(), high() {
-    constexpr auto n = static_cast<int32_t>(kVec<float>);
-    for (int32_t i = 0; i < n; ++i) {
-      even[i] = 2 * i;
-      odd[i] = 2 * i + 1;
-      low[i] = i / 2 + i % 2 * n;
-      high[i] = low[i] + n / 2;
-    }
-  }
-};
-constexpr Pairs kPairs;
+// Every second value of two vectors from lane `first` on, and two vectors' values in turn from
+// there on: as lists of lanes, in which every compiler sees a shuffle. (An index sequence leaves no
+// code.)
+template <int first, int... lane>
+SYNCBN_INLINE Vec<float> every_second(Vec<float> a, Vec<float> b,
+                                      std::integer_sequence<int, lane...>) {
+  constexpr int n = sizeof...(lane);
+  return Vec<float>{(lane < n / 2 ? a : b)[(2 * lane + first) % n]...};
+}
+template <int first, int... lane>
+SYNCBN_INLINE Vec<float> in_turn(Vec<float> a, Vec<float> b, std::integer_sequence<int, lane...>) {
+  return Vec<float>{(lane % 2 == 0 ? a : b)[first + lane / 2]...};
+}
+using Lanes = std::make_integer_sequence<int, static_cast<int>(kVec<float>)>;
 
 template <typename scalar_t>
 SYNCBN_INLINE Pack<scalar_t> load_lanes(const acc_of<scalar_t>* p) {
@@ -113,9 +112,7 @@ template <>
 SYNCBN_INLINE Pack<BFloat16> load_lanes<BFloat16>(const float* p) {
   const auto low = load_unaligned<Vec<float>>(p),
              high = load_unaligned<Vec<float>>(p + kVec<float>);
-  const auto even = load_unaligned<Vec<int32_t>>(kPairs.even);
-  const auto odd = load_unaligned<Vec<int32_t>>(kPairs.odd);
-  return {{__builtin_shuffle(low, high, even), __builtin_shuffle(low, high, odd)}};
+  return {{every_second<0>(low, high, Lanes{}), every_second<1>(low, high, Lanes{})}};
 }
 
 template <typename scalar_t>
@@ -124,10 +121,9 @@ SYNCBN_INLINE void store_lanes(acc_of<scalar_t>* p, const Pack<scalar_t>& pack) 
 }
 template <>
 SYNCBN_INLINE void store_lanes(float* p, const Pack<BFloat16>& pack) {
-  const auto low = load_unaligned<Vec<int32_t>>(kPairs.low);
-  const auto high = load_unaligned<Vec<int32_t>>(kPairs.high);
-  store_unaligned(p, __builtin_shuffle(pack.part[0], pack.part[1], low));
-  store_unaligned(p + kVec<float>, __builtin_shuffle(pack.part[0], pack.part[1], high));
+  constexpr int half = static_cast<int>(kVec<float> / 2);
+  store_unaligned(p, in_turn<0>(pack.part[0], pack.part[1], Lanes{}));
+  store_unaligned(p + kVec<float>, in_turn<half>(pack.part[0], pack.part[1], Lanes{}));
 }
 
 // The middle of three values, lane by lane.
