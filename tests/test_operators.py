@@ -114,6 +114,45 @@ def test_backward(kernels, shape, dtype, layout):
     assert_close(dx, expected.input[: len(x)], dtype)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 20, 11, 11),  # planes of few values
+        (40, 3, 7, 7),  # the same of many n, and rows of several n with a rest
+        (3, 2100),  # more channels than a tile
+        (520, 65),  # more rows than are added up in float32
+        (1, 2, 200, 200),  # pieces of a plane
+    ],
+    ids=str,
+)
+def test_each_way_to_walk_a_tensor(compiled, shape, dtype, layout):
+    for step in (test_stats, test_elemt, test_backward):
+        step(compiled, shape, dtype, layout)
+
+
+def test_an_output_of_several_megabytes(compiled):
+    x = random((2, 8, 380, 380))
+    y = compiled.batch_norm_elemt(x, message(x), None, None, EPS)
+    assert_close(y, reference.forward(numpy(x), eps=EPS).output, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 16384), (512, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_types_are_read_and_rounded_as_by_torch(compiled, dtype, shape):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(shape)  # every value
+    channels = shape[1]
+    stats = torch.tensor([0.0] * channels + [1.0] * channels + [1.0], dtype=torch.float64)
+    for factor in (1.0, 1.5, 0.7):  # exact; half of them ties; any
+        weight, bias = torch.full((channels,), factor), torch.zeros(channels)
+        y = compiled.batch_norm_elemt(x, stats, weight, bias, 0.0)
+        expected = (x.float() * factor + 0.0).to(dtype)
+        assert torch.equal(y.isnan(), expected.isnan())
+        number = ~expected.isnan()
+        assert torch.equal(y[number].view(torch.int16), expected[number].view(torch.int16))
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (0, 4, 3, 3), (4, 4, 0, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_empty_rank(kernels, shape, dtype):

@@ -13,51 +13,6 @@
 #include "launch.h"
 
 namespace syncbn {
-namespace cpu {
-namespace {
-
-// The raw sums of channels begin to end, from partial ones about a pivot of each part.
-void finish_stats(const Plan& plan, const double* partials /* [parts, 3, C] */,
-                  double* stats /* [2C + 1] */, int64_t begin, int64_t end) {
-  const int64_t C = plan.C;
-  double* sum = stats;
-  double* sumsq = stats + C;
-  std::fill(sum + begin, sum + end, 0.0);
-  std::fill(sumsq + begin, sumsq + end, 0.0);
-  const double* pivot = partials;  // of the first part; the others' sums are rebased to it
-  for (int64_t p = 0; p < plan.parts(); ++p, partials += 3 * C) {
-    const double count = static_cast<double>(plan.count(p));
-    for (int64_t c = begin; c < end; ++c) {
-      const Sums sums = rebase(count, partials[C + c], partials[2 * C + c], partials[c] - pivot[c]);
-      sum[c] += sums.first;
-      sumsq[c] += sums.second;
-    }
-  }
-  const double count = static_cast<double>(plan.N * plan.S);
-  for (int64_t c = begin; c < end; ++c) {
-    const Sums sums = rebase(count, sum[c], sumsq[c], pivot[c]);
-    sum[c] = sums.first;
-    sumsq[c] = sums.second;
-  }
-}
-
-void finish_backward(const Plan& plan, const double* partials /* [parts, 2, C] */,
-                     double* sums /* [2C] */, int64_t begin, int64_t end) {
-  const int64_t C = plan.C;
-  std::copy(partials + begin, partials + end, sums + begin);
-  std::copy(partials + C + begin, partials + C + end, sums + C + begin);
-  for (int64_t p = 1; p < plan.parts(); ++p) {
-    partials += 2 * C;
-    for (int64_t c = begin; c < end; ++c) {
-      sums[c] += partials[c];
-      sums[C + c] += partials[C + c];
-    }
-  }
-}
-
-}  // namespace
-}  // namespace cpu
-
 struct Cpu {
   static void stats(int /* device_index */, const StatsArgs& args) {
     const int64_t C = args.layout.C;
@@ -68,34 +23,31 @@ struct Cpu {
     }
     const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
     const cpu::Tensors tensors(args.layout, args.dtype, args.input, nullptr, nullptr);
-    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels.lanes);
+    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels);
     const std::unique_ptr<double[]> partials(new double[plan.parts() * 3 * C]);
     cpu::run(kernels.stats, plan, tensors.operands, partials.get(), 3);
     cpu::for_channels(C, [&](int64_t begin, int64_t end) {
-      cpu::finish_stats(plan, partials.get(), args.stats, begin, end);
+      kernels.finish_stats(plan, partials.get(), args, begin, end);
     });
   }
 
   static void elemt(int /* device_index */, const ElemtArgs& args) {
     const int64_t C = args.layout.C;
+    const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
     if (args.layout.numel() > 0) {
-      const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
       cpu::Tensors tensors(args.layout, args.dtype, args.input, nullptr, args.output);
       cpu::dispatch_acc(args.dtype, [&](auto zero) {
         const cpu::Coefficients<decltype(zero)> coefficients(
             tensors.operands, kernels.elemt_coefficients, 4, args.stats, nullptr, args.eps,
             args.weight, args.bias);
-        cpu::run(kernels.elemt, cpu::elementwise_plan(tensors.operands, kernels.lanes),
-                 tensors.operands, nullptr, 0);
+        cpu::run(kernels.elemt, cpu::elementwise_plan(tensors.operands, kernels), tensors.operands,
+                 nullptr, 0);
       });
     }
     if (args.running.present() && args.stats[2 * C] > 0) {
       const double factor = args.running.factor();
-      cpu::for_channels(C, [&](int64_t begin, int64_t end) {
-        for (int64_t c = begin; c < end; ++c) {
-          args.running.update(args.stats, C, c, factor);
-        }
-      });
+      cpu::for_channels(
+          C, [&](int64_t begin, int64_t end) { kernels.update_running(args, factor, begin, end); });
       if (args.running.num_batches_tracked != nullptr) {
         ++*args.running.num_batches_tracked;
       }
@@ -114,20 +66,15 @@ struct Cpu {
     }
     const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
     cpu::Tensors tensors(args.layout, args.dtype, args.input, args.grad_out, nullptr);
-    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels.lanes);
+    const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels);
     const std::unique_ptr<double[]> partials(new double[plan.parts() * 2 * C]);
     cpu::dispatch_acc(args.dtype, [&](auto zero) {
       const cpu::Coefficients<decltype(zero)> coefficients(tensors.operands,
                                                            kernels.backward_reduce_coefficients, 3,
                                                            args.stats, nullptr, args.eps, {}, {});
       cpu::run(kernels.backward_reduce, plan, tensors.operands, partials.get(), 2);
-      const auto* invstd = coefficients.row(2);
       cpu::for_channels(C, [&](int64_t begin, int64_t end) {
-        cpu::finish_backward(plan, partials.get(), args.sums, begin, end);
-        for (int64_t c = begin; c < end; ++c) {
-          args.grad_weight.store(c, args.sums[C + c] * invstd[c]);
-          args.grad_bias.store(c, args.sums[c]);
-        }
+        kernels.finish_backward(plan, partials.get(), coefficients.row(2), args, begin, end);
       });
     });
   }
@@ -142,7 +89,7 @@ struct Cpu {
       const cpu::Coefficients<decltype(zero)> coefficients(
           tensors.operands, kernels.backward_elemt_coefficients, 5, args.stats, args.sums, args.eps,
           args.weight, {});
-      cpu::run(kernels.backward_elemt, cpu::elementwise_plan(tensors.operands, kernels.lanes),
+      cpu::run(kernels.backward_elemt, cpu::elementwise_plan(tensors.operands, kernels),
                tensors.operands, nullptr, 0);
     });
   }

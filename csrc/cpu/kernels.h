@@ -9,11 +9,16 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <utility>
+
+#include "../arguments.h"
 
 namespace syncbn::cpu {
 
+struct Plan;  // plan.h
+
 struct Box {
-  int64_t n0, n1, c0, c1, s0, s1;  // s0 and s1 cut [0, S) only where a plane exceeds kLanes values
+  int64_t n0, n1, c0, c1, s0, s1;  // s0 and s1 cut [0, S) only where a plane is long
   double* partial;                 // [3, C] or [2, C], see Operands; only c0 to c1 are written
 };
 
@@ -28,7 +33,7 @@ struct Operands {
   //   elemt            scale, shift
   //   backward_reduce  invstd
   //   backward_elemt   mean_dy, slope, scale
-  // padded so that a whole vector can be read at any channel.
+  // padded so that a whole pack (pack.h) can be read at any channel.
   const void* coefficients;
   int64_t stride;
 };
@@ -44,26 +49,41 @@ struct Channels {
   int64_t stride;
 };
 
-// Vectors in a tile's row of kLanes values (tile.h). So many, that the rows of [M, C] are read in
-// long pieces: with half of them backward and forward together take a third longer, although with
-// all some accumulators live in memory on machines with 16 registers.
-constexpr int64_t kColumns = 8;
+// How a kernel walks a box (tile.h): whole planes of S values, or rows of some channels.
+enum class Walk { planes, short_planes, tiles };
 
-// Whether an elementwise pass walks whole planes of S values: from two vectors on, going in order
-// of memory outweighs reading a channel's coefficients for each plane.
-constexpr bool applies_by_plane(int64_t S, int64_t lanes) { return S >= lanes / 4; }
+// For sums; `lanes` values make a row of a plane. What the lanes of a row hold is added up at the
+// end of a plane's values, at a price: short planes are given a row of fewer lanes, and where many
+// n follow, which share the price of a tile, tiles.
+constexpr Walk reduce_walk(int64_t N, int64_t S, int64_t lanes) {
+  return S > 2 * lanes               ? Walk::planes
+         : S >= lanes / 2 && N <= 16 ? Walk::short_planes
+                                     : Walk::tiles;
+}
+
+// Whether an elementwise pass walks whole planes, too: from one pack (pack.h) on, going in order of
+// memory outweighs reading a channel's coefficients for each plane.
+constexpr bool applies_by_plane(int64_t S, int64_t pack) { return S >= pack; }
 
 using Kernel = void (*)(const Operands&, const Box&);
 using ChannelKernel = void (*)(const Channels&, int64_t begin, int64_t end);
+using FinishStats = void (*)(const Plan&, const double* partials, const StatsArgs&, int64_t begin,
+                             int64_t end);
+using UpdateRunning = void (*)(const ElemtArgs&, double factor, int64_t begin, int64_t end);
+using FinishBackward = void (*)(const Plan&, const double* partials, const void* invstd,
+                                const BackwardReduceArgs&, int64_t begin, int64_t end);
 
 // The kernels of one scalar type.
 struct TypeKernels {
-  int64_t lanes;           // kLanes of this instruction set and type
+  int64_t pack, lanes;     // values of a pack, and of a row of a plane
   Kernel stats;            // partial: pivot, sum and sum of squares of (x - pivot)
   Kernel elemt;            // y
   Kernel backward_reduce;  // partial: sum of dy, sum of dy * (x - mean)
   Kernel backward_elemt;   // dx
   ChannelKernel elemt_coefficients, backward_reduce_coefficients, backward_elemt_coefficients;
+  FinishStats finish_stats;
+  UpdateRunning update_running;
+  FinishBackward finish_backward;
 };
 
 struct Kernels {

@@ -1,6 +1,6 @@
 // The kernels for AVX2 and F16C. All other headers are included before the target options
 // are set, so that no code shared with other files is compiled under them.
-#include "kernels.h"
+#include "plan.h"
 
 #ifdef SYNCBN_CPU_DISPATCH
 #include <immintrin.h>

@@ -10,12 +10,13 @@
 #include "../layout.h"
 #include "../statistics.h"
 #include "kernels.h"
+#include "pages.h"
 #include "plan.h"
 
 namespace syncbn::cpu {
 
 constexpr int64_t kChannelGrain = 2048;  // channels that are worth a thread
-constexpr int64_t kPad = 64;             // values, at least the widest vector
+constexpr int64_t kPad = 64;             // values, at least the widest pack
 
 // Runs f(begin, end) over ranges of channels.
 template <typename F>
@@ -27,7 +28,7 @@ void for_channels(int64_t C, const F& f) {
   }
 }
 
-// The tensors of a call. One smaller than a vector is copied to where there is room for a whole
+// The tensors of a call. One smaller than a pack is copied to where there is room for a whole
 // one.
 class Tensors {
  public:
@@ -38,10 +39,14 @@ class Tensors {
       operands.N *= operands.S;
       operands.S = 1;
     }
+    const int64_t bytes = layout.numel() * (dtype == ScalarType::Double  ? 8
+                                            : dtype == ScalarType::Float ? 4
+                                                                         : 2);
+    if (output != nullptr) {
+      prefer_huge_pages(output, bytes);
+    }
     if (layout.numel() < kPad) {
-      bytes_ = layout.numel() * (dtype == ScalarType::Double  ? 8
-                                 : dtype == ScalarType::Float ? 4
-                                                              : 2);
+      bytes_ = bytes;
       buffers_.reset(new Buffers());
       operands.input = std::memcpy(buffers_->input, input, bytes_);
       if (grad_out != nullptr) {
@@ -130,13 +135,18 @@ void dispatch_acc(ScalarType dtype, const F& f) {
 // Runs `kernel` over all boxes of `plan`; `partials` is [parts, rows, C], or null and rows 0.
 inline void run(Kernel kernel, const Plan& plan, const Operands& operands, double* partials,
                 int64_t rows) {
-  torch::stable::parallel_for(0, plan.boxes(), plan.grain(), [&](int64_t begin, int64_t end) {
+  const auto run_boxes = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       Box box = plan.box(i);
       box.partial = partials + plan.part(i) * rows * plan.C;
       kernel(operands, box);
     }
-  });
+  };
+  if (plan.boxes() <= plan.grain()) {
+    run_boxes(0, plan.boxes());
+  } else {
+    torch::stable::parallel_for(0, plan.boxes(), plan.grain(), run_boxes);
+  }
 }
 
 }  // namespace syncbn::cpu

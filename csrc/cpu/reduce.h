@@ -1,275 +1,197 @@
-// The sums of a channel over a box of [N, C, S]:
-//
-//   stats             sum and sum of squares of x - pivot, the pivot taken from the box
-//   backward_reduce   sum of dy and of dy * ((x - mean_high) - mean_low)
-//
-// Every lane of a tile (tile.h) accumulates in acc_t for at most kReduceRows rows; then its sums
-// are added to the channel's in float64. A lane of stats subtracts a pivot of its own from its
-// values of those rows, the median of three means of the first: near the data, so that a large mean
-// cancels nothing (of one value alone, every 4 sigma off would cost a digit), and blind to a lone
-// outlier, which would otherwise cost the whole lane its digits. The flush rebases to the channel's
-// pivot (Chan, Golub & LeVeque 1983), about which float64 sums are exact enough. One pass over x,
-// and dy.
+// The sums of a channel over a box of [N, C, S]: every lane of a row accumulates (accumulate.h) for
+// at most kReduceRows rows; then its sums are added to the channel's in float64 (flush.h). The
+// flush rebases to the channel's pivot (Chan, Golub & LeVeque 1983), taken from the box, about
+// which float64 sums are exact enough. One pass over x, and dy.
 #pragma once
 
+#include "accumulate.h"
 #include "flush.h"
-#include "tile.h"
 
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
-constexpr int64_t kPivotRows = 3;  // a third of the values that a pivot is made of, at the most
+constexpr int64_t kShortRow = 256;  // several of them side by side elude the hardware's prefetch
 
-template <typename scalar_t, int kSets>
-struct Stats {
-  using acc_t = acc_of<scalar_t>;
-  static constexpr int kCount = 0;
-  static constexpr bool kPivot = true;
+// How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once
+// more for each tail.
+template <typename acc_t, int64_t kLanes>
+struct Counts {
+  alignas(64) acc_t weight[kLanes + kVec<acc_t>] = {};
+  alignas(64) double count[kLanes];
 
-  const scalar_t* input;
-  Vec<acc_t> pivot[kSets], sum[kSets], sumsq[kSets];
-
-  SYNCBN_INLINE explicit Stats(const Operands& operands)
-      : input(static_cast<const scalar_t*>(operands.input)) {}
-
-  SYNCBN_INLINE void open(int j, int64_t offset, int64_t rows, int64_t row_stride) {
-    const int64_t third = rows < 3 ? 1 : rows / 3 < kPivotRows ? rows / 3 : kPivotRows;
-    Vec<acc_t> mean[3];
-#pragma GCC unroll 1
-    for (int64_t i = 0; i < 3; ++i) {
-      mean[i] = Vec<acc_t>{};
-#pragma GCC unroll 1
-      for (int64_t r = 0; r < third; ++r) {
-        mean[i] += load(input + offset);
-        offset += i * third + r + 1 < rows ? row_stride : 0;
-      }
+  SYNCBN_INLINE void weigh(int64_t begin, int64_t end) {
+    for (int64_t l = begin; l < end; ++l) {
+      weight[l] = 1;
     }
-    pivot[j] = median(mean[0], mean[1], mean[2]) * splat(acc_t(1) / static_cast<acc_t>(third));
-    sum[j] = sumsq[j] = Vec<acc_t>{};
-    // Had the pivot more bits than the values, all differences would share them, and rounding the
-    // sums would drop them to the same side each time.
-    pivot[j] = round_to<scalar_t>(pivot[j]);
   }
 
-  SYNCBN_INLINE void add(int j, int64_t offset) {
-    const Vec<acc_t> value = load(input + offset) - pivot[j];
-    sum[j] += value;
-    sumsq[j] += value * value;
-  }
-
-  SYNCBN_INLINE void add(int j, int64_t offset, Vec<acc_t> weight) {
-    const Vec<acc_t> value = keep(load(input + offset) - pivot[j], weight);
-    sum[j] += value;
-    sumsq[j] += value * value;
-  }
-
-  SYNCBN_INLINE void save(int j, int64_t lane, LaneSums<acc_t>& lanes) const {
-    store(lanes.pivot + lane, pivot[j]);
-    store(lanes.first + lane, sum[j]);
-    store(lanes.second + lane, sumsq[j]);
+  SYNCBN_INLINE PerLane per_lane(int64_t rows, int64_t tails) {
+    if (tails == 0) {
+      count[0] = static_cast<double>(rows);
+      return {count, 0};
+    }
+    for (int64_t l = 0; l < kLanes; ++l) {
+      count[l] = static_cast<double>(rows) + static_cast<double>(tails) * weight[l];
+    }
+    return {count, 1};
   }
 };
 
-template <typename scalar_t, int kSets>
-struct BackwardReduce {
-  using acc_t = acc_of<scalar_t>;
-  static constexpr int kCount = 2;
-  static constexpr bool kPivot = false;
-
-  const scalar_t *input, *grad_out;
-  Vec<acc_t> mean_high[kSets], mean_low[kSets], sum_dy[kSets], sum_dy_xmu[kSets];
-
-  SYNCBN_INLINE explicit BackwardReduce(const Operands& operands)
-      : input(static_cast<const scalar_t*>(operands.input)),
-        grad_out(static_cast<const scalar_t*>(operands.grad_out)) {}
-
-  template <typename Source>
-  SYNCBN_INLINE void set(int j, const Source& coefficients, int64_t lane) {
-    mean_high[j] = coefficients(0, lane);
-    mean_low[j] = coefficients(1, lane);
-  }
-
-  SYNCBN_INLINE void open(int j, int64_t, int64_t, int64_t) {
-    sum_dy[j] = sum_dy_xmu[j] = Vec<acc_t>{};
-  }
-
-  SYNCBN_INLINE void add(int j, int64_t offset) {
-    const Vec<acc_t> grad = load(grad_out + offset);
-    sum_dy[j] += grad;
-    sum_dy_xmu[j] += grad * ((load(input + offset) - mean_high[j]) - mean_low[j]);
-  }
-
-  SYNCBN_INLINE void add(int j, int64_t offset, Vec<acc_t> weight) {
-    const Vec<acc_t> grad = load(grad_out + offset);
-    sum_dy[j] += keep(grad, weight);
-    sum_dy_xmu[j] += keep(grad * ((load(input + offset) - mean_high[j]) - mean_low[j]), weight);
-  }
-
-  SYNCBN_INLINE void save(int j, int64_t lane, LaneSums<acc_t>& lanes) const {
-    store(lanes.first + lane, sum_dy[j]);
-    store(lanes.second + lane, sum_dy_xmu[j]);
-  }
-};
-
-// Gives the lanes their channels' coefficients.
-template <template <typename, int> class Op, typename scalar_t, int kSets>
-SYNCBN_INLINE void set_tile(Op<scalar_t, kSets>& op, const Operands& operands,
-                            const Tile<acc_of<scalar_t>>& tile) {
-  constexpr int count = Op<scalar_t, kSets>::kCount;
-  if constexpr (count > 0) {
-    const LaneCoefficients<acc_of<scalar_t>, count> coefficients(operands, tile);
-#pragma GCC unroll 8
-    for (int j = 0; j < kSets; ++j) {
-      op.set(j, coefficients, tile.lane(j));
-    }
-  }
-}
-
-// Starts the accumulators anew for rows from `offset`.
-template <template <typename, int> class Op, typename scalar_t, int kSets>
-SYNCBN_INLINE void open_tile(Op<scalar_t, kSets>& op, const Tile<acc_of<scalar_t>>& tile,
-                             int64_t offset, int64_t rows, int64_t row_stride) {
-#pragma GCC unroll 8
-  for (int j = 0; j < kSets; ++j) {
-    op.open(j, offset + tile.lane(j), rows, row_stride);
-  }
-}
-
-// Stores the accumulators where flush finds them: apart, so that they themselves stay in registers.
-template <template <typename, int> class Op, typename scalar_t, int kSets>
-SYNCBN_INLINE void flush_tile(const Op<scalar_t, kSets>& op, const Tile<acc_of<scalar_t>>& tile,
-                              int64_t rows, int64_t tails, const Tail<acc_of<scalar_t>>& tail,
-                              bool first, double* partial, int64_t C) {
-  LaneSums<acc_of<scalar_t>> lanes;
-#pragma GCC unroll 8
-  for (int j = 0; j < kSets; ++j) {
-    op.save(j, tile.lane(j), lanes);
-  }
-  flush<acc_of<scalar_t>, Op<scalar_t, 1>::kPivot>(tile, lanes, rows, tails, tail, first, partial,
-                                                   C);
-}
-
-template <template <typename, int> class Op, typename scalar_t>
+// A row is kPacks packs of one plane. The last values of a plane are the last lanes of a pack that
+// reaches back to ones already added.
+template <typename Op, typename scalar_t, int kPacks>
 void reduce_planes(const Operands& operands, const Box& box) {
   using acc_t = acc_of<scalar_t>;
-  constexpr int64_t vec = kVec<acc_t>, lanes = kPlaneColumns * vec;
+  constexpr int64_t pack = kPack<scalar_t>, lanes = kPacks * pack;
+  const Values<scalar_t> values(operands);
   const int64_t full = (box.s1 - box.s0) / lanes * lanes;
-  const int64_t tail_vectors = (box.s1 - box.s0 - full) / vec;
-  const int64_t tail_values = (box.s1 - box.s0 - full) % vec;
-  // The last values of a plane are the last lanes of a vector that reaches back to ones already
-  // added.
-  Tail<acc_t> tail;
-  tail.add(0, tail_vectors * vec);
-  tail.add((tail_vectors + 1) * vec - tail_values, (tail_vectors + (tail_values > 0)) * vec);
+  const int64_t tail_packs = (box.s1 - box.s0 - full) / pack;
+  const int64_t tail_values = (box.s1 - box.s0 - full) % pack;
+  const bool has_tail = tail_packs + tail_values > 0;
+  Counts<acc_t, lanes> counts;
+  counts.weigh(0, tail_packs * pack);
+  counts.weigh((tail_packs + 1) * pack - tail_values, (tail_packs + (tail_values > 0)) * pack);
 
   for (int64_t c = box.c0; c < box.c1; ++c) {
-    const Tile<acc_t> tile = plane_tile<acc_t>(c);
-    Op<scalar_t, kPlaneColumns> op(operands);
-    set_tile(op, operands, tile);
-    open_tile(op, tile, (box.n0 * operands.C + c) * operands.S + box.s0, full / lanes, lanes);
+    Op ops[kPacks];
+    const auto open = [&](int64_t offset, int64_t rows) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kPacks; ++j) {
+        ops[j].open(values, offset + j * pack, rows, lanes);
+      }
+    };
+    const auto flush = [&](int64_t rows, int64_t tails, bool first) __attribute__((always_inline)) {
+      LaneSums<acc_t, lanes> sums;
+#pragma GCC unroll 4
+      for (int j = 0; j < kPacks; ++j) {
+        ops[j].save(j * pack, sums);
+      }
+      flush_plane<Op::kPivot>(c, sums, counts.per_lane(rows, tails), first, box.partial,
+                              operands.C);
+    };
+#pragma GCC unroll 4
+    for (int j = 0; j < kPacks; ++j) {
+      set_channel<scalar_t>(ops[j], operands, c);
+    }
+    open((box.n0 * operands.C + c) * operands.S + box.s0, full / lanes);
     int64_t rows = 0, tails = 0;
     bool first = true;
     for (int64_t n = box.n0; n < box.n1; ++n) {
       int64_t offset = (n * operands.C + c) * operands.S + box.s0;
       const int64_t end = offset + full;
       while (offset < end) {
+        const int64_t left = (end - offset) / lanes;
         if (rows == kReduceRows) {
-          flush_tile(op, tile, rows, tails, tail, first, box.partial, operands.C);
+          flush(rows, tails, first);
           first = false;
           rows = tails = 0;
-          open_tile(op, tile, offset, (end - offset) / lanes, lanes);
+          open(offset, left);
         }
-        const int64_t left = (end - offset) / lanes;
         const int64_t count = left < kReduceRows - rows ? left : kReduceRows - rows;
         rows += count;
         for (int64_t r = 0; r < count; ++r, offset += lanes) {
-#pragma GCC unroll 8
-          for (int j = 0; j < kPlaneColumns; ++j) {
-            op.add(j, offset + j * vec);
+#pragma GCC unroll 4
+          for (int j = 0; j < kPacks; ++j) {
+            ops[j].add(values, offset + j * pack);
           }
         }
       }
-      if (tail_vectors + tail_values > 0) {
+      if (has_tail) {
         ++tails;
-#pragma GCC unroll 8
-        for (int j = 0; j < kPlaneColumns; ++j) {
-          if (j < tail_vectors) {
-            op.add(j, end + j * vec);
-          } else if (j == tail_vectors && tail_values > 0) {
-            op.add(j, end + j * vec + tail_values - vec, load(tail.weight + j * vec));
+#pragma GCC unroll 4
+        for (int j = 0; j < kPacks; ++j) {
+          if (j < tail_packs) {
+            ops[j].add(values, end + j * pack);
+          } else if (j == tail_packs && tail_values > 0) {
+            ops[j].add(values, end + j * pack + tail_values - pack,
+                       load_lanes<scalar_t>(counts.weight + j * pack));
           }
         }
       }
     }
-    flush_tile(op, tile, rows, tails, tail, first, box.partial, operands.C);
+    flush(rows, tails, first);
   }
 }
 
-template <template <typename, int> class Op, typename scalar_t, int kSets>
-void reduce_tile(const Operands& operands, const Tile<acc_of<scalar_t>>& tile, int64_t offset,
-                 int64_t rows, int64_t row_stride, int64_t rest, bool first, double* partial) {
+template <typename Op, typename scalar_t>
+void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int64_t rows,
+                 int64_t row_stride, int64_t rest, bool first, double* partial) {
   using acc_t = acc_of<scalar_t>;
-  Op<scalar_t, kSets> op(operands);
-  set_tile(op, operands, tile);
-  open_tile(op, tile, offset, rows, row_stride);
-  for (int64_t r = 0; r < rows; ++r, offset += row_stride) {
+  constexpr int64_t pack = kPack<scalar_t>;
+  const Values<scalar_t> values(operands);
+  TileOps<Op, scalar_t> tile_ops(operands, tile);
+  for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
+    tile_ops.ops[j].open(values, offset + lane, rows, row_stride);
+  });
+  const auto add_rows = [&](auto count, auto ahead, int64_t from) __attribute__((always_inline)) {
+    for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
+      Op op = tile_ops.ops[j];
 #pragma GCC unroll 8
-    for (int j = 0; j < kSets; ++j) {
-      op.add(j, offset + tile.lane(j));
+      for (int64_t r = 0; r < count.value; ++r) {
+        const int64_t offset = from + lane + r * row_stride;
+        if constexpr (ahead.value > 0) {
+          values.prefetch(offset + ahead.value * row_stride);
+        }
+        op.add(values, offset);
+      }
+      tile_ops.ops[j].take_sums(op);
+    });
+  };
+  const auto add_blocks = [&](auto ahead) __attribute__((always_inline)) {
+    int64_t r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows) {
+      add_rows(Count<kTileRows>{}, ahead, offset + r * row_stride);
     }
-  }
-  Tail<acc_t> tail;
-  if (rest > 0) {  // fewer than `repeats` values of n: the last full row, moved up to the end
-    offset -= row_stride - rest;
-    tail.add(tile.width - rest, tile.width);
-#pragma GCC unroll 8
-    for (int j = 0; j < kSets; ++j) {
-      const int64_t lane = tile.lane(j);
-      op.add(j, offset + lane, load(tail.weight + lane));
+    for (; r < rows; ++r) {
+      add_rows(Count<1>{}, ahead, offset + r * row_stride);
     }
-  }
-  flush_tile(op, tile, rows, rest > 0, tail, first, partial, operands.C);
-}
-
-// The kernel of the least number of vectors that holds `columns`.
-template <template <typename, int> class Op, typename scalar_t>
-auto select_reduce_tile(int64_t columns) {
-  return columns <= 1   ? &reduce_tile<Op, scalar_t, 1>
-         : columns <= 2 ? &reduce_tile<Op, scalar_t, 2>
-         : columns <= 3 ? &reduce_tile<Op, scalar_t, 3>
-         : columns <= 4 ? &reduce_tile<Op, scalar_t, 4>
-         : columns <= 6 ? &reduce_tile<Op, scalar_t, 6>
-                        : &reduce_tile<Op, scalar_t, 8>;
-}
-
-template <template <typename, int> class Op, typename scalar_t>
-void reduce_tiles(const Operands& operands, const Box& box) {
-  using acc_t = acc_of<scalar_t>;
-  const Tiling<acc_t> tiling(operands, box, kLanes<scalar_t>);
-  const int64_t n_stride = operands.C * operands.S;
-  const int64_t row_stride = tiling.repeats * n_stride;
-  const int64_t rows = (box.n1 - box.n0) / tiling.repeats;
-  const int64_t rest = (box.n1 - box.n0) % tiling.repeats * n_stride;
-  for (int64_t r = 0; r < rows; r += kReduceRows) {
-    const bool last = rows - r <= kReduceRows;
-    const int64_t count = last ? rows - r : kReduceRows;
-    for (int64_t t = 0; t < tiling.tiles; ++t) {
-      const Tile<acc_t> tile = tiling.tile(t);
-      const int64_t offset = box.n0 * n_stride + r * row_stride + tile.channel * operands.S;
-      const int64_t more = last ? rest : 0;
-      const bool first = r == 0;
-      const auto kernel = select_reduce_tile<Op, scalar_t>(tile.columns());
-      kernel(operands, tile, offset, count, row_stride, more, first, box.partial);
-    }
-  }
-}
-
-template <template <typename, int> class Op, typename scalar_t>
-void reduce(const Operands& operands, const Box& box) {
-  if (operands.S > kLanes<scalar_t>) {
-    reduce_planes<Op, scalar_t>(operands, box);
+  };
+  if (row_stride <= kShortRow) {
+    add_blocks(Count<2 * kTileRows>{});
   } else {
-    reduce_tiles<Op, scalar_t>(operands, box);
+    add_blocks(Count<0>{});
+  }
+  Counts<acc_t, kRepeatedVectors * kVec<acc_t>> counts;
+  if (rest > 0) {  // fewer than `repeats` values of n: the last full row, moved up to the end
+    counts.weigh(tile.width - rest, tile.width);
+    const int64_t last = offset + (rows - 1) * row_stride + rest;
+    for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
+      tile_ops.ops[j].add(values, last + lane, load_lanes<scalar_t>(counts.weight + lane));
+    });
+  }
+  LaneSums<acc_t, kTileLanes> sums;
+  for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
+    tile_ops.ops[j].save(lane, sums);
+  });
+  flush_tile<Op::kPivot>(tile, sums, counts.per_lane(rows, rest > 0), first, partial, operands.C);
+}
+
+template <typename Op, typename scalar_t>
+void reduce_tiles(const Operands& operands, const Box& box) {
+  const Tiling tiling(operands, box, kPack<scalar_t>, kVec<acc_of<scalar_t>>);
+  for (int64_t r = 0; r < tiling.rows; r += kReduceRows) {
+    const bool last = tiling.rows - r <= kReduceRows;
+    const int64_t rows = last ? tiling.rows - r : kReduceRows;
+    for (int64_t t = 0; t < tiling.tiles; ++t) {
+      const Tile tile = tiling.tile(t);
+      const int64_t offset =
+          box.n0 * tiling.n_stride + r * tiling.row_stride + tile.channel * operands.S;
+      reduce_tile<Op, scalar_t>(operands, tile, offset, rows, tiling.row_stride,
+                                last ? tiling.rest : 0, r == 0, box.partial);
+    }
+  }
+}
+
+template <typename Op, typename scalar_t>
+void reduce(const Operands& operands, const Box& box) {
+  constexpr int packs = 4 / kParts<scalar_t>;
+  switch (reduce_walk(operands.N, operands.S, packs * kPack<scalar_t>)) {
+    case Walk::planes:
+      return reduce_planes<Op, scalar_t, packs>(operands, box);
+    case Walk::short_planes:
+      return reduce_planes<Op, scalar_t, 1>(operands, box);
+    case Walk::tiles:
+      return reduce_tiles<Op, scalar_t>(operands, box);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "coefficients.h"
 #include "elementwise.h"
+#include "finish.h"
 #include "reduce.h"
 
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
@@ -12,14 +13,18 @@ namespace syncbn::cpu::SYNCBN_CAPABILITY {
 template <typename scalar_t>
 constexpr TypeKernels type_kernels() {
   using acc_t = acc_of<scalar_t>;
-  return {kLanes<scalar_t>,
-          &reduce<Stats, scalar_t>,
-          &apply<Elemt, scalar_t>,
-          &reduce<BackwardReduce, scalar_t>,
-          &apply<BackwardElemt, scalar_t>,
+  return {kPack<scalar_t>,
+          4 * kVec<acc_t>,
+          &reduce<Stats<scalar_t>, scalar_t>,
+          &apply<Elemt<scalar_t>, scalar_t>,
+          &reduce<BackwardReduce<scalar_t>, scalar_t>,
+          &apply<BackwardElemt<scalar_t>, scalar_t>,
           &elemt_coefficients<acc_t>,
           &centre_coefficients<acc_t>,
-          &backward_elemt_coefficients<acc_t>};
+          &backward_elemt_coefficients<acc_t>,
+          &finish_stats,
+          &update_running,
+          &finish_backward<acc_t>};
 }
 
 constexpr Kernels table() {

@@ -1,7 +1,8 @@
 // Vectors of acc_t as wide as the instruction set, and their way from and to memory.
 //
 // GCC's vector extension, so that one source serves every instruction set. float16 and bfloat16 are
-// widened and narrowed in registers, to the bits that torch's own conversions give. Included by
+// widened and narrowed in registers, to the bits that torch's own conversions give; pack.h says how
+// many vectors are read at a time. Included by
 // kernels_*.cpp (through table.h) in a namespace and under target options of its own; hence nothing
 // here may instantiate a template of the standard library, whose code could then be picked by the
 // linker for callers on any machine.
@@ -41,9 +42,6 @@ struct Accumulate<double> {
 template <typename scalar_t>
 using acc_of = typename Accumulate<scalar_t>::type;
 
-template <typename scalar_t>
-constexpr int64_t kLanes = kColumns * kVec<acc_of<scalar_t>>;
-
 template <typename V, typename T>
 SYNCBN_INLINE V load_unaligned(const T* p) {
   V v;
@@ -61,26 +59,24 @@ SYNCBN_INLINE Vec<T> splat(T value) {
   return value - Vec<T>{};  // keeps the sign of a zero, as value + 0 does not
 }
 
-#if SYNCBN_VECTOR_BYTES == 32
-// GCC 12 goes through halves and masks for what is one instruction, or two.
-SYNCBN_INLINE Bits32 widen_bits(Bits16 v) { return (Bits32)_mm256_cvtepu16_epi32((__m128i)v); }
-SYNCBN_INLINE Bits16 narrow_bits(Bits32 v) {
-  const __m256i bits = (__m256i)v;
-  return (Bits16)_mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-}
-#else
-SYNCBN_INLINE Bits32 widen_bits(Bits16 v) { return __builtin_convertvector(v, Bits32); }
-SYNCBN_INLINE Bits16 narrow_bits(Bits32 v) { return __builtin_convertvector(v, Bits16); }
-#endif
+// Two bfloat16 of 32 bits: the even one lies in the lower half, the odd one in the upper half,
+// where float32 has its leading bits.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
-SYNCBN_INLINE Vec<float> widen_bfloat16(Bits16 v) { return (Vec<float>)(widen_bits(v) << 16); }
+SYNCBN_INLINE Vec<float> widen_even(Bits32 v) { return (Vec<float>)(v << 16); }
+SYNCBN_INLINE Vec<float> widen_odd(Bits32 v) { return (Vec<float>)(v & 0xffff0000u); }
 
-// To nearest, ties to even; the carry out of the mantissa rounds the exponent up, to Inf too.
-SYNCBN_INLINE Bits16 narrow_bfloat16(Vec<float> v) {
+// To nearest, ties to even, in the upper half; the carry out of the mantissa rounds the exponent
+// up, to Inf too.
+SYNCBN_INLINE Bits32 round_to_bfloat16(Vec<float> v) {
   const Bits32 bits = (Bits32)v;
-  const Bits32 rounded = (bits + ((bits >> 16) & 1) + 0x7fff) >> 16;
-  const Bits32 nan = Bits32{} + 0x7fc0;
-  return narrow_bits(v == v ? rounded : nan);
+  const Bits32 rounded = bits + ((bits >> 16) & 1) + 0x7fff;
+  const Bits32 nan = Bits32{} + 0x7fc00000u;
+  return v == v ? rounded : nan;
+}
+
+SYNCBN_INLINE Bits32 narrow_bfloat16(Vec<float> even, Vec<float> odd) {
+  return (round_to_bfloat16(even) >> 16) | (round_to_bfloat16(odd) & 0xffff0000u);
 }
 
 #if SYNCBN_VECTOR_BYTES == 64
@@ -104,7 +100,7 @@ SYNCBN_INLINE Bits16 narrow_float16(Vec<float> v) {
 // number is shifted into place and scaled by a power of two, a subnormal one is read as the
 // mantissa of a number in [0.5, 1), from which 0.5 is taken.
 SYNCBN_INLINE Vec<float> widen_float16(Bits16 v) {
-  const Bits32 w = widen_bits(v) << 16;
+  const Bits32 w = __builtin_convertvector(v, Bits32) << 16;
   const Bits32 twice = w + w;  // without the sign
   const Vec<float> normal = (Vec<float>)((twice >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
   const Vec<float> subnormal = (Vec<float>)((twice >> 17) | 0x3f000000u) - 0.5f;
@@ -125,43 +121,20 @@ SYNCBN_INLINE Bits16 narrow_float16(Vec<float> v) {
   const Bits32 number = ((bits >> 13) & 0x7c00u) + (bits & 0xfffu);
   const Bits32 nan = Bits32{} + 0x7e00u;
   const Bits32 magnitude = twice > 0xff000000u ? nan : number;
-  return narrow_bits(((w >> 16) & 0x8000u) | magnitude);
+  return __builtin_convertvector(((w >> 16) & 0x8000u) | magnitude, Bits16);
 }
 #endif
 
-SYNCBN_INLINE Vec<double> load(const double* p) { return load_unaligned<Vec<double>>(p); }
-SYNCBN_INLINE Vec<float> load(const float* p) { return load_unaligned<Vec<float>>(p); }
-SYNCBN_INLINE Vec<float> load(const Half* p) { return widen_float16(load_unaligned<Bits16>(p)); }
-SYNCBN_INLINE Vec<float> load(const BFloat16* p) {
-  return widen_bfloat16(load_unaligned<Bits16>(p));
-}
-
-SYNCBN_INLINE void store(double* p, Vec<double> v) { store_unaligned(p, v); }
-SYNCBN_INLINE void store(float* p, Vec<float> v) { store_unaligned(p, v); }
-SYNCBN_INLINE void store(Half* p, Vec<float> v) { store_unaligned(p, narrow_float16(v)); }
-SYNCBN_INLINE void store(BFloat16* p, Vec<float> v) { store_unaligned(p, narrow_bfloat16(v)); }
-
-// `v` as it would come back from memory of type scalar_t.
-template <typename scalar_t>
-SYNCBN_INLINE Vec<acc_of<scalar_t>> round_to(Vec<acc_of<scalar_t>> v) {
-  scalar_t memory[kVec<acc_of<scalar_t>>];
-  store(memory, v);
-  return load(memory);
-}
-
-// The middle of three values, lane by lane.
-template <typename V>
-SYNCBN_INLINE V median(V a, V b, V c) {
-  const V low = a < b ? a : b, high = a < b ? b : a;
-  return c < low ? low : c < high ? c : high;
-}
-
-// `v` where `weight` is not 0, else 0, whatever `v` is.
-SYNCBN_INLINE Vec<float> keep(Vec<float> v, Vec<float> weight) {
-  return (Vec<float>)((Vec<int32_t>)v & (weight != 0));
-}
-SYNCBN_INLINE Vec<double> keep(Vec<double> v, Vec<double> weight) {
-  return (Vec<double>)((Vec<int64_t>)v & (weight != 0));
+// The sum of all lanes, halved over and over: an order that the width alone fixes.
+template <int64_t kBytes = SYNCBN_VECTOR_BYTES>
+SYNCBN_INLINE double sum_lanes(typename VectorOf<double, kBytes>::type v) {
+  if constexpr (kBytes == 16) {
+    return v[0] + v[1];
+  } else {
+    typename VectorOf<double, kBytes / 2>::type half[2];
+    __builtin_memcpy(half, &v, kBytes);
+    return sum_lanes<kBytes / 2>(half[0] + half[1]);
+  }
 }
 
 }  // namespace syncbn::cpu::SYNCBN_CAPABILITY
