@@ -80,16 +80,15 @@ def _backward_elemt(
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
+#: The collective that torch's function calls; older versions know it by the second name alone.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_gather = getattr(dist, _GATHER)
+
+
 def _all_gather(output: Tensor, input: Tensor, group: Any, async_op: bool = False) -> None:
     # The fake backend cannot gather into the (1, world size * length) that it is given here.
-    getattr(group, _GATHER_METHOD)(output.view(-1), input, _GATHER_OPTIONS).wait()
+    _gather(output.view(-1), input, group, async_op)
 
-
-#: The wrapper that torch's function calls has checks of its own, and so takes longer than this.
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_GATHER_METHOD = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
-_GATHER_OPTIONS = dist.distributed_c10d.AllgatherOptions()
-_GATHER_OPTIONS.asyncOp = False
 
 #: What stands in for each kernel of ``torch``.
 KERNELS: dict[str, Callable[..., Any]] = {

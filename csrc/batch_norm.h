@@ -22,10 +22,21 @@
 
 namespace syncbn {
 
+// The first step also checks what those after the collective will be given: a mistake has to come
+// out before any rank waits for another.
 template <typename Backend>
-Tensor batch_norm_stats(const Tensor& input) {
+Tensor batch_norm_stats(const Tensor& input, const std::optional<Tensor>& weight,
+                        const std::optional<Tensor>& bias,
+                        const std::optional<Tensor>& running_mean,
+                        const std::optional<Tensor>& running_var,
+                        const std::optional<Tensor>& num_batches_tracked) {
   const Checks checks("batch_norm_stats", input);
   const Layout layout = checks.input();
+  checks.channels(weight, "weight", layout.C);
+  checks.channels(bias, "bias", layout.C);
+  checks.channels(running_mean, "running_mean", layout.C);
+  checks.channels(running_var, "running_var", layout.C);
+  checks.counter(num_batches_tracked, "num_batches_tracked");
   Tensor stats = allocate_vector(2 * layout.C + 1, ScalarType::Double, input);
   Backend::stats(input.get_device_index(), {checks.dtype(), layout, input.const_data_ptr(),
                                             static_cast<double*>(stats.mutable_data_ptr())});

@@ -5,7 +5,11 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(SYNCBN_NAMESPACE, m) {
-  m.def("batch_norm_stats(Tensor input) -> Tensor");
+  // The vectors are only checked: before anything has happened.
+  m.def(
+      "batch_norm_stats(Tensor input, Tensor? weight=None, Tensor? bias=None,"
+      " Tensor? running_mean=None, Tensor? running_var=None, Tensor? num_batches_tracked=None)"
+      " -> Tensor");
   m.def(
       "batch_norm_elemt(Tensor input, Tensor stats, Tensor? weight, Tensor? bias, float eps)"
       " -> Tensor");

@@ -40,13 +40,13 @@ def check(
     """
     if input.layout is not torch.strided:
         _fail(owner, f"expected a dense input, got one of layout {input.layout}", TypeError)
-    shape, dtype, device = input.shape, input.dtype, input.device
+    shape = input.shape
     if len(shape) < 2:
         _fail(owner, f"expected at least 2D input (got {len(shape)}D input of shape {list(shape)})")
-    if dtype not in DTYPES:
+    if input.dtype not in DTYPES:
         _fail(
             owner,
-            f"expected input of float32, float64, float16 or bfloat16, got {dtype}",
+            f"expected input of float32, float64, float16 or bfloat16, got {input.dtype}",
             TypeError,
         )
     channels: Any = shape[1] if owner is None else owner.num_features
@@ -54,37 +54,28 @@ def check(
         _fail(owner, f"expected input with {channels} channels in dim 1, got {list(shape)}")
     if channels == 0:
         _fail(owner, f"expected a non-zero number of channels in dim 1, got {list(shape)}")
-    if (running_mean is None) != (running_var is None):
-        _fail(owner, "expected running_mean and running_var both or neither, got one of them")
-    of_channels = (channels,)
-    for vector in (weight, bias, running_mean, running_var):
-        if vector is not None and (
-            vector.shape != of_channels
-            or (vector.dtype is not torch.float32 and vector.dtype is not dtype)
-            or vector.device != device
-        ):
-            labels = ("weight", "bias", "running_mean", "running_var")
-            vectors = (weight, bias, running_mean, running_var)
-            label = next(n for n, v in zip(labels, vectors, strict=True) if v is vector)
-            _fail_vector(vector, label, input, channels, owner)
-
-
-def _fail_vector(
-    vector: Tensor, label: str, input: Tensor, channels: int, owner: torch.nn.Module | None
-) -> NoReturn:
-    if vector.shape != (channels,):
-        _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
-    if vector.dtype not in (torch.float32, input.dtype):
-        _fail(
-            owner,
-            f"expected {label} of float32 or of the input's {input.dtype}, got {vector.dtype}",
-            TypeError,
-        )
-    _fail(
-        owner,
-        f"expected {label} on the input's device {input.device}, got {vector.device}: "
-        f"move the model with .to({str(input.device)!r}), or the input",
-    )
+    for vector, label in (
+        (weight, "weight"),
+        (bias, "bias"),
+        (running_mean, "running_mean"),
+        (running_var, "running_var"),
+    ):
+        if vector is None:
+            continue
+        if vector.shape != (channels,):
+            _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
+        if vector.dtype != torch.float32 and vector.dtype != input.dtype:
+            _fail(
+                owner,
+                f"expected {label} of float32 or of the input's {input.dtype}, got {vector.dtype}",
+                TypeError,
+            )
+        if vector.device != input.device:
+            _fail(
+                owner,
+                f"expected {label} on the input's device {input.device}, got {vector.device}: "
+                f"move the model with .to({str(input.device)!r}), or the input",
+            )
 
 
 def lacks_float64(input: Tensor) -> bool:
@@ -101,44 +92,27 @@ def check_training(
     eps: float,
     group: Any | None,
     owner: torch.nn.Module | None,
+    compiling: bool,
 ) -> None:
     """Checks what only training needs; ``buffers`` are running mean and variance and the counter.
 
     Raises:
-        ValueError: this process acts alone on a single value a channel; eps is not positive; a
-            buffer cannot be written in place; ``momentum=None`` comes without a counter; or the
-            group has no backend for the input's device.
+        ValueError: this process acts alone on a single value a channel; eps is not positive; there
+            is one of mean and variance; ``momentum=None`` comes without a counter; or the group has
+            no backend for the input's device.
         RuntimeError: a tensor of inference mode is to be saved for backward or written outside.
     """
     if not eps > 0:
         _fail(owner, f"expected eps to be positive when training, got {eps}")
     running_mean, running_var, counter = buffers
-    compiling = torch.compiler.is_compiling()
+    if (running_mean is None) is not (running_var is None):
+        _fail(owner, "expected running_mean and running_var both or neither, got one of them")
     if running_mean is not None and running_var is not None:
-        if not (running_mean.is_contiguous() and running_var.is_contiguous()):
-            _fail_strides(running_mean, running_var, owner)
-        if counter is None:
-            if momentum is None:
-                _fail(
-                    owner, "momentum=None (a plain average) expected num_batches_tracked, got None"
-                )
-        elif (
-            counter.dtype is not torch.int64
-            or counter.numel() != 1
-            or counter.device != input.device
-        ):
-            _fail(
-                owner,
-                f"expected num_batches_tracked to be one int64 on {input.device}, got "
-                f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
-            )
+        if momentum is None and counter is None:
+            _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
         # This and the next are what autograd would raise after the collective, with the buffers
-        # moved.
-        if not (compiling or torch.is_inference_mode_enabled()) and (
-            running_mean.is_inference()
-            or running_var.is_inference()
-            or (counter is not None and counter.is_inference())
-        ):
+        # moved. One buffer speaks for all, as they are made together.
+        if running_mean.is_inference() and not (compiling or torch.is_inference_mode_enabled()):
             _fail(
                 owner,
                 "buffers made in inference mode cannot be updated outside of it: make the layer "
@@ -146,8 +120,8 @@ def check_training(
                 RuntimeError,
             )
     if (
-        not compiling
-        and (input.is_inference() or (weight is not None and weight.is_inference()))
+        (input.is_inference() or (weight is not None and weight.is_inference()))
+        and not compiling
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, weight, bias))
     ):
@@ -160,24 +134,56 @@ def check_training(
     if group is None:
         if input.numel() == input.shape[1]:
             _fail_single_value(input, owner)
+    elif input.is_cpu:
+        if not compiling and not serves_cpu(group):
+            _fail(
+                owner,
+                f"expected input on a device that the process group serves, got {input.device} "
+                f"with backend {group.name()!r}: move the model and its input to that backend's "
+                "device (model.cuda()), or make the group with backend 'cpu:gloo,cuda:nccl'",
+            )
     elif lacks_float64(input):
         _fail(owner, f"expected input on a device with float64 to synchronise, got {input.device}")
-    elif input.is_cpu and not compiling and not serves_cpu(group):
+
+
+def check_written(
+    input: Tensor,
+    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
+    owner: torch.nn.Module | None,
+) -> None:
+    """Checks what training demands of buffers that it writes in place.
+
+    Raises:
+        ValueError: one is not contiguous, or the counter not a single int64 beside the input.
+    """
+    for running, label in zip(buffers[:2], ("running_mean", "running_var"), strict=True):
+        if running is not None and not running.is_contiguous():
+            _fail(owner, f"expected {label} to be contiguous, got strides {running.stride()}")
+    counter = buffers[2]
+    if counter is not None and (
+        (counter.dtype, counter.numel(), counter.device) != (torch.int64, 1, input.device)
+    ):
         _fail(
             owner,
-            f"expected input on a device that the process group serves, got {input.device} with "
-            f"backend {group.name()!r}: move the model and its input to that backend's device "
-            "(model.cuda()), or make the group with backend 'cpu:gloo,cuda:nccl'",
+            f"expected num_batches_tracked to be one int64 on {input.device}, got "
+            f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
         )
 
 
-def _fail_strides(
-    running_mean: Tensor, running_var: Tensor, owner: torch.nn.Module | None
-) -> NoReturn:
-    wrong, label = running_mean, "running_mean"
-    if running_mean.is_contiguous():
-        wrong, label = running_var, "running_var"
-    _fail(owner, f"expected {label} to be contiguous, got strides {wrong.stride()}")
+def mistake(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
+    owner: torch.nn.Module | None,
+) -> Exception | None:
+    """Returns what is wrong with a call that the operators, which name no layer, have refused."""
+    try:
+        check(input, buffers[0], buffers[1], weight, bias, owner)
+        check_written(input, buffers, owner)
+    except (ValueError, TypeError) as error:
+        return error
+    return None
 
 
 def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:

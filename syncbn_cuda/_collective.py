@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 _AVAILABLE = dist.is_available()
-_options: Any = None
+_OPTIONS: Any = dist.AllreduceOptions() if _AVAILABLE else None
+if _AVAILABLE:
+    _OPTIONS.asyncOp = False  # True would be a hop between streams
 
 
 def resolve_group(process_group: Any | None) -> Any | None:
@@ -23,9 +25,10 @@ def resolve_group(process_group: Any | None) -> Any | None:
     Raises:
         ValueError: this rank is not a member of the group.
     """
-    if not (_AVAILABLE and dist.is_initialized()):
+    world = dist.group.WORLD if _AVAILABLE else None
+    if world is None:  # not initialised
         return None
-    group: Any = dist.group.WORLD if process_group is None else process_group
+    group: Any = world if process_group is None else process_group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "process_group: this rank is not a member of the group it was given; "
@@ -50,17 +53,13 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
-def all_reduce(tensor: Tensor, group: Any) -> None:
+def all_reduce(tensor: Tensor, group: Any, compiling: bool) -> None:
     """Sums a tensor over the ranks of a group, in place."""
-    if torch.compiler.is_compiling():
+    if compiling:
         dist.all_reduce(tensor, group=group)  # Dynamo maps this name to the functional collective
         return
-    # The group's own method: half the host time of the wrapper. asyncOp would be a stream hop.
-    global _options
-    if _options is None:
-        _options = dist.AllreduceOptions()
-        _options.asyncOp = False
-    work = group.allreduce([tensor], _options)
+    # The group's own method: half the host time of the wrapper.
+    work = group.allreduce([tensor], _OPTIONS)
     if work is not None:
         work.wait()
 
@@ -72,7 +71,7 @@ class AllReduce(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group)
+        all_reduce(total, group, torch.compiler.is_compiling())
         return total
 
     @staticmethod

@@ -33,7 +33,7 @@ def _centred(input: Tensor, mean: Tensor) -> Tensor:
     return input.double() - _per_channel(mean, input)
 
 
-def batch_norm_stats(input: Tensor) -> Tensor:
+def batch_norm_stats(input: Tensor, *_: Tensor | None) -> Tensor:
     """Returns the message: float64 [2C + 1], sums, sums of squares, and the count a channel."""
     values = input.double()
     dims = _reduced_dims(input)

@@ -147,6 +147,19 @@ def _report(message: str) -> None:
 _CPU = torch.device("cpu")
 
 
+def checking_kernels(input: Tensor) -> Any | None:
+    """The compiled operators where they check what they are called with: eager, on real tensors.
+
+    None elsewhere: there :mod:`syncbn_cuda._checks` has to do it.
+    """
+    compiled = _available.compiled
+    if type(input) is not Tensor or compiled is None or torch.compiler.is_compiling():
+        return None
+    if input.is_cpu or (input.is_cuda and _available.cuda() is None):
+        return compiled.eager
+    return None
+
+
 def kernels_for(device: torch.device) -> Any:
     """The steps for tensors on a device: compiled operators or :mod:`syncbn_cuda._composite`."""
     compiled = _available.compiled
@@ -213,7 +226,7 @@ def register_fakes(namespace: str) -> None:
         return with_check
 
     @fake("batch_norm_stats")
-    def stats(input: Tensor) -> Tensor:
+    def stats(input: Tensor, *_: Any) -> Tensor:
         return input.new_empty(2 * input.shape[1] + 1, dtype=torch.float64)
 
     @fake("batch_norm_elemt")

@@ -1,4 +1,4 @@
-"""What the autograd functions do to tensors around the kernels: layout, versions, allocation."""
+"""What the autograd functions do to tensors around the kernels: layout and allocation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from torch import Tensor
 
 
 def dense(input: Tensor) -> Tensor:
-    """Returns the input in a layout that the kernels walk, copied only where it has none."""
-    if input.is_contiguous() or input.movedim(1, -1).is_contiguous():
+    """Returns what is not contiguous in a layout that the kernels walk, copied if need be."""
+    if input.movedim(1, -1).is_contiguous():
         return input
     # Of a slice, the copy keeps the order of the dimensions: channels-last stays channels-last.
     if input.stride(1) == min(input.stride()):
         return input.movedim(1, -1).contiguous().movedim(-1, 1)
     return input.contiguous()
-
-
-def like_input(grad_out: Tensor, input: Tensor) -> Tensor:
-    """Returns a gradient in the memory layout of the input, copied only where it has another."""
-    if grad_out.stride() == input.stride():
-        return grad_out
-    return torch.empty_like(input).copy_(grad_out)
 
 
 def allocate_again(input: Tensor) -> None:

@@ -11,8 +11,8 @@ from torch.autograd.graph import increment_version
 
 from syncbn_cuda import _checks, _composite
 from syncbn_cuda._collective import AllReduce, all_reduce, resolve_group
-from syncbn_cuda._library import kernels_for
-from syncbn_cuda._tensors import allocate_again, dense, like_input
+from syncbn_cuda._library import checking_kernels, kernels_for
+from syncbn_cuda._tensors import allocate_again, dense
 
 
 def sync_batch_norm(
@@ -118,23 +118,28 @@ def batch_norm(
     owner: torch.nn.Module | None,
 ) -> Tensor:
     """As :func:`sync_batch_norm` with the group resolved (None: alone); errors name the owner."""
-    _checks.check(input, running_mean, running_var, weight, bias, owner)
     if not training:
+        _checks.check(input, running_mean, running_var, weight, bias, owner)
         return _evaluate(input, running_mean, running_var, weight, bias, eps)
     buffers = (running_mean, running_var, num_batches_tracked)
-    _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner)
-    if _checks.lacks_float64(input):
-        return _train_alone(
-            input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
-        )
+    kernels = checking_kernels(input)
+    if kernels is None or (weight is None and running_mean is None):
+        _checks.check(input, running_mean, running_var, weight, bias, owner)
+        _checks.check_written(input, buffers, owner)
+    compiling = kernels is None and torch.compiler.is_compiling()
     try:
+        _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner, compiling)
+        if kernels is None and _checks.lacks_float64(input):
+            return _train_alone(input, *buffers, weight, bias, momentum, eps)
         return _SyncBatchNorm.apply(
-            dense(input),
+            input if input.is_contiguous() else dense(input),
             weight if weight is None else weight.contiguous(),
             bias if bias is None else bias.contiguous(),
-            (running_mean, running_var, num_batches_tracked, momentum, eps, group, owner),
+            (buffers, momentum, eps, group, owner, kernels, compiling),
         )
-    except RuntimeError:
+    except (RuntimeError, ValueError, IndexError):
+        if mistake := _checks.mistake(input, weight, bias, buffers, owner):
+            raise mistake from None
         allocate_again(input)
         raise
 
@@ -143,11 +148,11 @@ def _train_alone(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     momentum: float | None,
     eps: float,
-    num_batches_tracked: Tensor | None,
 ) -> Tensor:
     """Serves one process on a device without float64, and so without the message, by torch."""
     if input.numel() == 0:
@@ -190,32 +195,28 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
     ) -> Tensor:
         # In one tuple: autograd looks at each argument of its own, forward and backward.
-        running_mean, running_var, num_batches_tracked, momentum, eps, group, owner = call
-        kernels = kernels_for(input.device)
-        stats = kernels.batch_norm_stats(input)
+        buffers, momentum, eps, group, owner, checking, compiling = call
+        if checking is not None:
+            kernels = checking
+            stats = kernels.batch_norm_stats(input, weight, bias, *buffers)
+        else:
+            kernels = kernels_for(input.device)
+            stats = kernels.batch_norm_stats(input)
         if group is not None:
-            all_reduce(stats, group)
+            all_reduce(stats, group, compiling)
             if input.numel() <= input.shape[1]:
                 _checks.check_global_count(input, stats, owner)
         ctx.save_for_backward(input, weight, stats)
-        ctx.of_call = (eps, group, bias is not None and bias.dtype is not torch.float32)
-        if running_mean is None:
+        bias_like_input = bias is not None and bias.dtype is not torch.float32
+        ctx.of_call = (eps, group, bias_like_input, checking)
+        if buffers[0] is None:
             return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
         output = kernels.batch_norm_elemt_running(
-            input,
-            stats,
-            weight,
-            bias,
-            eps,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            momentum,
+            input, stats, weight, bias, eps, *buffers, momentum
         )
-        if not torch.compiler.is_compiling():
+        if not compiling:
             # An operator's schema alone does not tell autograd that the buffers were written.
-            written = (running_mean, running_var, num_batches_tracked)
-            increment_version(written if num_batches_tracked is not None else written[:2])
+            increment_version(buffers if buffers[2] is not None else buffers[:2])
         return output
 
     @staticmethod
@@ -231,11 +232,12 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of input, weight and bias, and None for the rest of the call."""
     input, weight, stats = ctx.saved_tensors
     needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-    eps, group, bias_like_input = ctx.of_call
+    eps, group, bias_like_input, kernels = ctx.of_call
     weight_like_input = weight is not None and weight.dtype is not torch.float32
+    compiling = kernels is None and torch.compiler.is_compiling()
     # create_graph=True: the same steps in operations that autograd sees through, from
     # statistics that depend on the input (and so on every rank's).
-    differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    differentiable = torch.is_grad_enabled() and not compiling
     if differentiable:
         kernels = _composite
         stats = kernels.batch_norm_stats(input)
@@ -244,8 +246,9 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
             # the collective that a peer's waits in.
             stats = AllReduce.apply(stats.requires_grad_(), group)
     else:
-        kernels = kernels_for(input.device)
-        grad_out = like_input(grad_out, input)
+        kernels = kernels or kernels_for(input.device)
+        if grad_out.stride() != input.stride():
+            grad_out = torch.empty_like(input).copy_(grad_out)
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(
         grad_out, input, stats, eps, weight_like_input, bias_like_input
     )
@@ -254,7 +257,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         if differentiable:
             sums = AllReduce.apply(sums, group)
         else:
-            all_reduce(sums, group)
+            all_reduce(sums, group, compiling)
     grad_input = None
     if needs_input:
         grad_input = kernels.batch_norm_backward_elemt(grad_out, input, stats, sums, weight, eps)
