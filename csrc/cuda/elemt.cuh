@@ -10,7 +10,7 @@
 #pragma once
 
 #include "../statistics.h"
-#include "walk.cuh"
+#include "batch.cuh"
 
 namespace syncbn {
 
@@ -31,14 +31,14 @@ __device__ __forceinline__ void update_running(const Running& running,
 }
 
 template <typename scalar_t, bool kChannelsLast, int kVec>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChannelsLast ? kVec : 1>)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     elemt_kernel(const scalar_t* __restrict__ input,  // [N, C, S] or [M, C]
                  scalar_t* __restrict__ output,       // as input
                  const double* __restrict__ stats,    // [2C + 1]
                  ChannelVector weight, ChannelVector bias, double eps, Running running,
                  WalkPlan plan, bool streaming) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kUnroll = 4, kAcc = kChannelsLast ? kVec : 1;
+  constexpr int kAcc = kChannelsLast ? kVec : 1;
   SYNCBN_SHARED(Affine<acc_t>, shared, kChannelsLast ? kMaxTile : 1);
 
   if (running.present() && blockIdx.x == 0) {
@@ -46,37 +46,27 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChannelsLast ? kVec :
     return;
   }
   Walk<kChannelsLast, kVec, Order::kReverse> walk(plan, blockIdx.x - running.present());
-  const int tile = plan.lanes * kAcc;
-  for (int t = threadIdx.x; t < tile; t += blockDim.x) {
-    const int64_t c = static_cast<int64_t>(walk.tile()) * tile + t;
-    if (c < plan.C) {
-      shared[t] = affine<acc_t>(stats, plan.C, c, eps, weight, bias);
-    }
-  }
-  __syncthreads();
+  Batch<Step::kWrite, scalar_t, kChannelsLast, kVec, 1> batch;
+  batch.load(walk, {input}, plan.numel);
   Affine<acc_t> normalise[kAcc];
-#pragma unroll
-  for (int a = 0; a < kAcc; ++a) {
-    normalise[a] = shared[threadIdx.x % plan.lanes * kAcc + a];
-  }
+  const auto make = [&](int64_t c) { return affine<acc_t>(stats, plan.C, c, eps, weight, bias); };
+  derive(plan, walk.tile(), make, shared, normalise);
 
-  while (walk.more()) {
-    Span<kChannelsLast, kVec> at[kUnroll];
-    Pack<scalar_t, kVec> x[kUnroll];
+  while (true) {
+    auto& x = batch.packs[0];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      at[u] = walk.next();
-      x[u].load(input, at[u], plan.numel);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int i = 0; i < batch.kPacks; ++i) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const acc_t y = normalise[kChannelsLast ? e : 0](static_cast<acc_t>(x[u].values[e]));
-        x[u].values[e] = static_cast<scalar_t>(y);
+        const acc_t y = normalise[kChannelsLast ? e : 0](static_cast<acc_t>(x[i].values[e]));
+        x[i].values[e] = static_cast<scalar_t>(y);
       }
-      x[u].store(output, at[u], streaming);
+      x[i].store(output, batch.at[i], streaming);
     }
+    if (!walk.more()) {
+      return;
+    }
+    batch.load(walk, {input}, plan.numel);
   }
 }
 

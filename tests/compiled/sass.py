@@ -1,7 +1,7 @@
 """Reads what ptxas and nvdisasm say of kernels, and names what is wrong with one.
 
 What counts is the loop over the elements. It is told from all others by the source lines that its
-instructions come from: the innermost loop that loads and holds something of pack.cuh. Loops that
+instructions come from: the outermost loop that loads and holds something of pack.cuh. Loops that
 read shared memory come before or after it, once a channel.
 """
 
@@ -147,7 +147,7 @@ class _Code:
         return [
             self.instructions[loop.start : loop.stop]
             for loop in loops
-            if not any(o != loop and o.start in loop and o.stop <= loop.stop for o in loops)
+            if not any(o != loop and loop.start in o and loop.stop <= o.stop for o in loops)
         ]
 
     def _visits(self, begin: int, end: int) -> bool:
