@@ -10,6 +10,10 @@ from emulator.build import load
 
 MULTIPROCESSORS = 132  # of an H100 and an H200
 L2_BYTES = 50 * 2**20
+LAYERS = [
+    *[(2, 64, 512, 512), (2, 1024, 32, 32), (2, 32, 128, 128, 128), (32, 64, 112, 112)],
+    *[(32, 256, 56, 56), (32, 2048, 7, 7), (2, 2048, 7, 7), (8, 3, 224, 224), (2, 65, 317, 211)],
+]
 MAX_VALUES = 512  # kMaxValues
 MAX_TILE = 128  # kMaxTile
 PARTIAL_BYTES = 16  # of a channel in a block
@@ -28,6 +32,20 @@ def planned(shape, size, channels_last=False, writes=False):
         s *= length
     card = {"sms": MULTIPROCESSORS, "l2_bytes": L2_BYTES}
     return load().Emulation(n, c, s, channels_last, **card).plan_aligned(size, writes=writes)
+
+
+def test_what_layers_launch(report):
+    """Blocks x threads (packs a thread), of what adds up and what writes."""
+    line = "{:<20} {:<13} {:>4} | {:>17} | {:>17}"
+    lines = [line.format("layer", "layout", "bits", "stats and reduce", "elemt")]
+    for shape in LAYERS:
+        for channels_last in (False, True):
+            for size in (2, 4):
+                plans = [planned(shape, size, channels_last, writes) for writes in (False, True)]
+                launches = [f"{p.blocks} x {p.threads} ({p.packs})" for p in plans]
+                layout = "channels-last" if channels_last else "contiguous"
+                lines.append(line.format("x".join(map(str, shape)), layout, 8 * size, *launches))
+    report(f"launches on {MULTIPROCESSORS} multiprocessors", "\n".join(lines))
 
 
 @steps

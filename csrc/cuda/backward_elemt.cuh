@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 
   Walk<kChannelsLast, kVec, Order::kReverse> walk(plan, blockIdx.x);
   Batch<Step::kWrite, scalar_t, kChannelsLast, kVec, 2> batch;
-  batch.load(walk, {grad_out, input}, plan.numel);
+  batch.load(walk, {grad_out, input});
   InputGrad<acc_t> gradient[kAcc];
   const auto make = [&](int64_t c) {
     return input_grad<acc_t>(stats, sums, plan.C, c, eps, weight);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     if (!walk.more()) {
       return;
     }
-    batch.load(walk, {grad_out, input}, plan.numel);
+    batch.load(walk, {grad_out, input});
   }
 }
 

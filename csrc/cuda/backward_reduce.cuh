@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 
   Walk<kChannelsLast, kVec, Order::kForward> walk(plan, blockIdx.x);
   Batch<Step::kReduce, scalar_t, kChannelsLast, kVec, 2> batch;
-  batch.load(walk, {grad_out, input}, plan.numel);
+  batch.load(walk, {grad_out, input});
   ChannelStats<acc_t> channel[kAcc];
   const auto make = [&](int64_t c) { return channel_stats<acc_t>(stats, plan.C, c, eps); };
   derive(plan, walk.tile(), make, shared_stats, channel);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     auto& [dy, x] = batch.packs;
 #pragma unroll
     for (int i = 0; i < batch.kPacks; ++i) {
-      if (!batch.at[i].any()) {
+      if (kChannelsLast && !batch.at[i].any()) {
         continue;
       }
       dy[i].mask(batch.at[i], zero);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     if (!walk.more()) {
       break;
     }
-    batch.load(walk, {grad_out, input}, plan.numel);
+    batch.load(walk, {grad_out, input});
   }
 
   Sums total[kAcc];

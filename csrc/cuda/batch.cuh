@@ -18,13 +18,13 @@ struct Batch {
 
   template <Order kOrder>
   __device__ __forceinline__ void load(Walk<kChannelsLast, kVec, kOrder>& walk,
-                                       const scalar_t* const (&tensors)[kTensors], int64_t numel) {
+                                       const scalar_t* const (&tensors)[kTensors]) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       at[i] = walk.next();
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
-        packs[t][i].load(tensors[t], at[i], numel);
+        packs[t][i].load(tensors[t], at[i]);
       }
     }
   }

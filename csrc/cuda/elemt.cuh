@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   }
   Walk<kChannelsLast, kVec, Order::kReverse> walk(plan, blockIdx.x - running.present());
   Batch<Step::kWrite, scalar_t, kChannelsLast, kVec, 1> batch;
-  batch.load(walk, {input}, plan.numel);
+  batch.load(walk, {input});
   Affine<acc_t> normalise[kAcc];
   const auto make = [&](int64_t c) { return affine<acc_t>(stats, plan.C, c, eps, weight, bias); };
   derive(plan, walk.tile(), make, shared, normalise);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     if (!walk.more()) {
       return;
     }
-    batch.load(walk, {input}, plan.numel);
+    batch.load(walk, {input});
   }
 }
 

@@ -20,6 +20,9 @@ namespace syncbn {
 // Offsets count values from the tensor's begin; that of a shared pack may lie before it.
 template <bool kChannelsLast, int kVec>
 struct Span {
+  // The pack lies partly outside the tensor.
+  static constexpr unsigned kOutside = 1u << 31;
+
   int64_t offset;
   unsigned own;  // a bit for each value: whether it counts. One register, as many spans are alive
 
@@ -32,11 +35,10 @@ struct Span {
     return kChannelsLast ? any() : own == bits(0, kVec);
   }
   __device__ __forceinline__ bool has(int e) const { return (own >> e & 1) != 0; }
-  __device__ __forceinline__ bool inside(int64_t numel) const {
-    return static_cast<uint64_t>(offset) <= static_cast<uint64_t>(numel - kVec) && numel >= kVec;
-  }
   // How many values each accumulator gets: channels-last packs hold one a channel.
-  __device__ __forceinline__ int count() const { return kChannelsLast ? any() : __popc(own); }
+  __device__ __forceinline__ int count() const {
+    return kChannelsLast ? any() : full() ? kVec : __popc(own & bits(0, kVec));
+  }
 };
 
 namespace detail {
@@ -76,9 +78,9 @@ struct Pack {
 
   // Values outside the span are left undefined, or are a neighbour's.
   template <bool kChannelsLast>
-  __device__ __forceinline__ void load(const scalar_t* tensor, const Span<kChannelsLast, kVec>& at,
-                                       int64_t numel) {
-    if (kChannelsLast || kVec == 1 ? at.full() : at.any() && at.inside(numel)) {
+  __device__ __forceinline__ void load(const scalar_t* tensor,
+                                       const Span<kChannelsLast, kVec>& at) {
+    if (at.any() && at.own < at.kOutside) {
       load(tensor + at.offset);
     } else if constexpr (!kChannelsLast && kVec > 1) {
 #pragma unroll

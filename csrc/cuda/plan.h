@@ -26,14 +26,14 @@
 namespace syncbn {
 
 inline constexpr int kWarpSize = 32;
-inline constexpr int kMaxThreads = 256;    // a block
-inline constexpr int kMaxTile = 128;       // channels of a block
-inline constexpr int kMaxValues = 512;     // of a channel that a thread adds up in float32
-inline constexpr int kBlocksPerSM = 16;    // no more are launched where it can be helped,
-inline constexpr int kTilesPerSM = 8;      // nor these, as each leaves a row of partial sums
-inline constexpr int64_t kPackBytes = 16;  // the widest load and store
-inline constexpr int kBatchBytes = 64;     // that a thread has in flight, in packs
-inline constexpr int kMinBatch = 4;        // packs
+inline constexpr int kMaxThreads = 256;      // a block
+inline constexpr int kMaxTile = 128;         // channels of a block
+inline constexpr int kMaxValues = 512;       // of a channel that a thread adds up in float32
+inline constexpr int kBlocksPerSM = 16;      // no more are launched where it can be helped,
+inline constexpr int kPartialsPerSM = 1024;  // nor do they leave more sums to be combined
+inline constexpr int64_t kPackBytes = 16;    // the widest load and store
+inline constexpr int kBatchBytes = 64;       // that a thread has in flight, in packs
+inline constexpr int kMinBatch = 4;          // packs
 inline constexpr int kMaxBatch = 16;
 inline constexpr int64_t kShortRow = 512;  // bytes of a contiguous row that is not worth a block
 
@@ -71,6 +71,7 @@ struct WalkPlan {
   int packs = 0;            // packs of a row (an upper bound where rows are not aligned)
   int each = 0, extra = 0;  // packs of a thread; the first `extra` have one more
   int shift = 0;            // values between the pointers and the 16-byte boundary below them
+  bool aligned = false;     // all rows begin and end at such a boundary
   int lanes = 1;            // threads side by side over the channels of a tile
   int tiles = 0;            // blocks side by side over all channels
   int splits = 1;           // blocks a tile
@@ -201,7 +202,8 @@ inline int choose_splits(const Plan& plan, int64_t packs, int64_t abreast, int b
                          const Card& card) {
   const WalkPlan& walk = plan.walk;
   const int64_t steps = packs / abreast;
-  const int64_t most = card.sms * (plan.channels_last ? kTilesPerSM : kBlocksPerSM) / walk.tiles;
+  const int an_sm = std::min(kBlocksPerSM, kPartialsPerSM / std::min(plan.tile, kMaxTile));
+  const int64_t most = card.sms * an_sm / walk.tiles;
   const auto even = static_cast<int64_t>(
       std::sqrt(static_cast<double>(steps) * static_cast<double>(card.sms) / walk.tiles));
   const int64_t values = plan.channels_last ? 1 : plan.vec;  // of a channel in a pack
@@ -259,8 +261,8 @@ inline Plan make_plan(const Layout& layout, int64_t size, detail::Pointers point
     walk.row_stride = layout.C * layout.S;
     walk.columns = layout.C;
     walk.shift = static_cast<int>(detail::misalignment(*pointers.begin(), plan.vec * size) / size);
-    const bool aligned = walk.shift == 0 && layout.S % plan.vec == 0;
-    const int64_t packs = aligned ? layout.S / plan.vec : (layout.S - 2) / plan.vec + 2;
+    walk.aligned = walk.shift == 0 && layout.S % plan.vec == 0;
+    const int64_t packs = walk.aligned ? layout.S / plan.vec : (layout.S - 2) / plan.vec + 2;
     if (packs > INT32_MAX / 2) {
       throw std::invalid_argument("syncbn_cuda: a channel of one sample is too long");
     }

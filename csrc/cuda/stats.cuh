@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
   using acc_t = acc_type<scalar_t>;
   Batch<Step::kReduce, scalar_t, kChannelsLast, kVec, 1> batch;
   auto& x = batch.packs[0];
-  batch.load(walk, {input}, plan.numel);
+  batch.load(walk, {input});
   const Origin<scalar_t, kChannelsLast, kAcc> origin(input, plan, walk.column());
   acc_t pivot[kAcc], sum[kAcc] = {}, sumsq[kAcc] = {};
   int count = 0;
@@ -77,12 +77,12 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
   while (true) {
 #pragma unroll
     for (int i = 0; i < batch.kPacks; ++i) {
-      if (!batch.at[i].any()) {
+      if (kChannelsLast && !batch.at[i].any()) {
         continue;
       }
-      // A neighbour's values count as pivots.
-      x[i].mask(batch.at[i], static_cast<scalar_t>(pivot[0]));
       count += batch.at[i].count();
+      // What is not the channel's own becomes the pivot.
+      x[i].mask(batch.at[i], static_cast<scalar_t>(pivot[0]));
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const int a = kAcc == 1 ? 0 : e;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
     if (!walk.more()) {
       break;
     }
-    batch.load(walk, {input}, plan.numel);
+    batch.load(walk, {input});
   }
 #pragma unroll
   for (int a = 0; a < kAcc; ++a) {

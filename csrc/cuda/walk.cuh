@@ -45,12 +45,18 @@ class Walk {
     if constexpr (kChannelsLast) {
       at = {start_, left_ > 0 ? at.bits(0, kVec) : 0};
     } else {
-      const int pack = this->pack();
-      const int rest = head() + static_cast<int>(plan_.S % kVec);
-      const int full = static_cast<int>(plan_.S / kVec) + rest / kVec;  // packs up to the last
-      const int end = pack < full ? kVec : pack == full ? rest % kVec : 0;
-      const unsigned own = kVec == 1 ? 1 : at.bits(pack == 0 ? head() : 0, end);
-      at = {start_ + static_cast<int64_t>(pack) * kVec - head(), left_ > 0 ? own : 0};
+      const int64_t first = static_cast<int64_t>(pack()) * kVec;
+      at = {start_ + first, left_ > 0 ? at.bits(0, kVec) : 0};
+      if (kVec > 1 && !plan_.aligned && left_ > 0) {
+        at.offset -= head();
+        // Values of the row from the pack's begin on, or some number above kVec.
+        const int whole = min(static_cast<int>(plan_.S / kVec) - pack(), 2);
+        const int rest = whole * kVec + static_cast<int>(plan_.S % kVec) + head();
+        at.own = at.bits(pack() == 0 ? head() : 0, rest < 0 ? 0 : min(rest, kVec));
+        if (at.offset < 0 || at.offset + kVec > plan_.numel) {
+          at.own |= at.kOutside;
+        }
+      }
       pack_ += plan_.step_packs;
       if (pack_ >= plan_.packs) {
         pack_ -= plan_.packs;

@@ -72,7 +72,7 @@ __global__ void float64_kernel(const scalar_t* __restrict__ input, scalar_t* __r
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
-    x.load(input, Span<kChannelsLast, kVec>{i * kVec, (1u << kVec) - 1}, packs * kVec);
+    x.load(input, Span<kChannelsLast, kVec>{i * kVec, (1u << kVec) - 1});
     for (int e = 0; e < kVec; ++e) {
       sum += x.values[e];
     }

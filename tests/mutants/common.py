@@ -26,14 +26,14 @@ PACK = [
     ),
     Mutant(
         "cuda/pack.cuh",
-        "any() : __popc(own);",
-        "any() : any() * kVec;",
+        "full() ? kVec : __popc(own & bits(0, kVec));",
+        "any() * kVec;",
         "a neighbour's values count",
     ),
     Mutant(
         "cuda/pack.cuh",
-        "kChannelsLast ? any() : __popc(own);",
-        "__popc(own);",
+        "kChannelsLast ? any() : full()",
+        "full()",
         "all channels of a pack count for each",
     ),
     Mutant(
@@ -96,8 +96,8 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "left_ > 0 ? own : 0};",
-        "own};",
+        "start_ + first, left_ > 0 ? at.bits(0, kVec) : 0};",
+        "start_ + first, at.bits(0, kVec)};",
         "goes on after the last pack",
     ),
     Mutant(
@@ -108,9 +108,21 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "pack == full ? rest % kVec : 0",
-        "pack == full ? kVec : 0",
+        "rest < 0 ? 0 : min(rest, kVec)",
+        "rest <= 0 ? 0 : kVec",
         "the last pack of a row is full",
+    ),
+    Mutant(
+        "cuda/walk.cuh",
+        "{start_, left_ > 0 ? at.bits(0, kVec) : 0};",
+        "{start_, at.bits(0, kVec)};",
+        "goes on after the last row",
+    ),
+    Mutant(
+        "cuda/walk.cuh",
+        "!plan_.aligned && ",
+        "false && ",
+        "all rows pass for aligned",
     ),
     Mutant(
         "cuda/walk.cuh",

@@ -221,8 +221,8 @@ BACKWARD_ELEMT = [
     ),
     Mutant(
         "cuda/backward_elemt.cuh",
-        "  batch.load(walk, {grad_out, input}, plan.numel);\n  InputGrad",
-        "  batch.load(walk, {grad_out, grad_out}, plan.numel);\n  InputGrad",
+        "  batch.load(walk, {grad_out, input});\n  InputGrad",
+        "  batch.load(walk, {grad_out, grad_out});\n  InputGrad",
         "the gradient in the place of the input",
         quick=True,
     ),
