@@ -15,7 +15,7 @@
 namespace syncbn {
 
 template <typename scalar_t, bool kChannelsLast, int kVec>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     backward_reduce_kernel(const scalar_t* __restrict__ grad_out,  // [N, C, S] or [M, C]
                            const scalar_t* __restrict__ input,     // as grad_out
                            const double* __restrict__ stats,       // [2C + 1]

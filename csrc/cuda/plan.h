@@ -38,8 +38,10 @@ inline constexpr int kMaxBatch = 16;
 inline constexpr int64_t kShortRow = 512;  // bytes of a contiguous row that is not worth a block
 
 // Blocks of kMaxThreads that must fit an SM, so that the compiler knows what registers it has:
-// three times 64 bytes a thread are 48 KB in flight, twice what the memory of an H200 needs.
-inline constexpr int kMinBlocks = 3;
+// three times 64 bytes a thread are 48 KB in flight, twice what the memory of an H200 needs. A
+// float64 takes two registers.
+template <typename scalar_t>
+inline constexpr int kMinBlocks = sizeof(scalar_t) == 8 ? 2 : 3;
 
 // Whether a kernel adds up or writes; what adds up must have all columns of a channel in one tile.
 enum class Step { kReduce, kWrite };

@@ -104,16 +104,15 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
 }
 
 // Blackwell adds two float32 at once, which takes more registers where a thread has many sums.
+template <typename scalar_t, int kAcc>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-template <int kAcc>
-inline constexpr int kMinStatsBlocks = kAcc == 8 ? 2 : kMinBlocks;
+inline constexpr int kMinStatsBlocks = kAcc == 8 ? 2 : kMinBlocks<scalar_t>;
 #else
-template <int kAcc>
-inline constexpr int kMinStatsBlocks = kMinBlocks;
+inline constexpr int kMinStatsBlocks = kMinBlocks<scalar_t>;
 #endif
 
 template <typename scalar_t, bool kChannelsLast, int kVec>
-__global__ void __launch_bounds__(kMaxThreads, kMinStatsBlocks<kChannelsLast ? kVec : 1>)
+__global__ void __launch_bounds__(kMaxThreads, kMinStatsBlocks<scalar_t, kChannelsLast ? kVec : 1>)
     stats_kernel(const scalar_t* __restrict__ input,  // [N, C, S] or [M, C]
                  double* __restrict__ stats,          // [2C + 1]
                  WalkPlan plan, TreePlan tree, Workspace workspace) {

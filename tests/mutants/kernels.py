@@ -129,26 +129,26 @@ STATS = [
 ELEMT = [
     Mutant(
         "cuda/elemt.cuh",
-        """  if (running.present() && blockIdx.x == 0) {
-    update_running(running, stats, plan.C);
+        """  if (blockIdx.x < owners) {
+    update_running(running, stats, plan.C, owners);
     return;
   }""",
         """  if (running.present()) {
-    update_running(running, stats, plan.C);
-    if (blockIdx.x == 0) return;
+    update_running(running, stats, plan.C, owners);
+    if (blockIdx.x < owners) return;
   }""",
         "every block updates the buffers",
         quick=True,
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "blockIdx.x - running.present()",
+        "blockIdx.x - owners",
         "blockIdx.x",
         "the block of the buffers is not made up for",
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "threadIdx.x == 0 && running",
+        "first == 0 && running",
         "running",
         "every thread counts the batch",
     ),
@@ -160,9 +160,15 @@ ELEMT = [
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "c < C; c += blockDim.x",
-        "c < C; c += kWarpSize",
-        "warps update one another's channels",
+        "c += owners * blockDim.x",
+        "c += kWarpSize",
+        "threads update one another's channels",
+    ),
+    Mutant(
+        "cuda/elemt.cuh",
+        "running.cumulative ? 1 : ",
+        "",
+        "blocks read the counter that another advances",
     ),
     Mutant(
         "cuda/elemt.cuh",
