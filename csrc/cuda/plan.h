@@ -62,11 +62,11 @@ struct Card {
 // What a thread needs to find its packs; a kernel parameter (walk.cuh).
 struct WalkPlan {
   int64_t C = 0, S = 0;     // S: values of a row that belong to one channel; 1 in channels-last
-  int64_t columns = 0;      // what is walked as channels
+  int64_t columns = 0;      // what is walked as channels: as many, or more (choose_view)
   int span = 1;             // columns side by side that are one channel
   int64_t count = 0;        // values of a channel
   int64_t numel = 0;        // values in all
-  int64_t rows = 0;         // rows of a tile: N or M
+  int64_t rows = 0;         // rows of a tile: N or M, or fewer where they are folded
   int64_t row_stride = 0;   // values from one row to the next
   int64_t step_rows = 0;    // the way from one pack of a thread to its next: rows, in values,
   int step_packs = 0;       // and packs along the row
@@ -74,8 +74,8 @@ struct WalkPlan {
   int each = 0, extra = 0;  // packs of a thread; the first `extra` have one more
   int shift = 0;            // values between the pointers and the 16-byte boundary below them
   bool aligned = false;     // all rows begin and end at such a boundary
-  int lanes = 1;            // threads side by side over the channels of a tile
-  int tiles = 0;            // blocks side by side over all channels
+  int lanes = 1;            // threads side by side over the columns of a tile
+  int tiles = 0;            // blocks side by side over all columns
   int splits = 1;           // blocks a tile
 };
 
@@ -91,7 +91,7 @@ struct Plan {
   bool channels_last = false;
   int vec = 1;             // values of a pack
   int threads = 0;         // a block
-  int tile = 1;            // channels of a tile
+  int tile = 1;            // columns of a tile
   bool streaming = false;  // the output is too large for the L2 to keep
   WalkPlan walk;
   TreePlan tree;
