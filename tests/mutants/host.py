@@ -98,12 +98,6 @@ PLAN = [
     ),
     Mutant(
         "cuda/plan.h",
-        "(kMaxTile - 2) * view.span / view.vec",
-        "kMaxTile * view.span / view.vec",
-        "a tile of short rows has more channels than there is room for",
-    ),
-    Mutant(
-        "cuda/plan.h",
         "!view.folded && (fills",
         "(fills",
         "columns that are one channel's are spread over the card",
