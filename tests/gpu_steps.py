@@ -20,9 +20,10 @@ from syncbn_cuda import _library
 
 EPS = 1e-5
 
-#: Odd rows and few values; one channel over several blocks; with channels last also a tree of two
-#: levels (csrc/cuda/plan.h), whatever the card.
-SHAPES = [(3, 7, 5), (2, 3, 130, 128), (2, 64, 64, 65)]
+#: Odd rows and few values; short rows that are written as columns; one channel over several blocks,
+#: with channels last of folded rows; with channels last also a tree of two levels
+#: (csrc/cuda/plan.h), whatever the card.
+SHAPES = [(3, 7, 5), (4, 16, 7, 7), (2, 3, 130, 128), (2, 64, 64, 65)]
 
 
 def cases() -> Iterator[tuple[Tensor, str]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from syncbn_cuda import FastSyncBatchNorm, functional
+from syncbn_cuda import FastSyncBatchNorm, functional, module
 from syncbn_cuda.functional import sync_batch_norm
 
 CASES = {
@@ -43,9 +43,30 @@ CASES = {
 }
 
 
+@pytest.fixture(params=["operators", "python"], autouse=True)
+def first_step(request, monkeypatch):
+    """Who checks: the operators that are loaded, or else Python. Returns what is not to be reached."""
+    if request.param == "operators":
+        return "all_reduce"
+    monkeypatch.setattr(functional, "checking_kernels", lambda input: None)
+    return "kernels_for"
+
+
+@pytest.fixture
+def refused_early(first_step, monkeypatch):
+    """Fails a test whose call is not refused before anything happens, which a peer would notice."""
+
+    class Peers:
+        def size(self):
+            return 2
+
+    monkeypatch.setattr(module, "resolve_group", lambda group: Peers())
+    monkeypatch.setattr(functional, first_step, lambda *_: pytest.fail(f"reached {first_step}"))
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_the_layer_names_what_it_expects(case, training):
+def test_the_layer_names_what_it_expects(case, training, refused_early):
     x, error, message = CASES[case]
     layer = FastSyncBatchNorm(36).train(training)
     before = copy.deepcopy(layer.state_dict())
@@ -118,11 +139,10 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("name", UNWRITABLE)
-def test_buffers_that_cannot_be_written_are_refused_before_anything_happens(monkeypatch, name):
+def test_buffers_that_cannot_be_written_are_refused_before_anything_happens(refused_early, name):
     buffer, message = UNWRITABLE[name]
     layer = FastSyncBatchNorm(3)
     setattr(layer, name.strip(), buffer)
-    monkeypatch.setattr(functional, "kernels_for", lambda device: pytest.fail("reached a kernel"))
     with pytest.raises(ValueError, match=r"FastSyncBatchNorm\(3\): .*" + message):
         layer(torch.randn(4, 3, 5))
 
@@ -133,7 +153,7 @@ def test_eps_is_positive(eps):
         FastSyncBatchNorm(3, eps=eps)(torch.randn(4, 3))
 
 
-def test_tensors_of_inference_mode_are_refused_before_buffers_move(monkeypatch):
+def test_tensors_of_inference_mode_are_refused_before_buffers_move():
     layer = FastSyncBatchNorm(3)
     with torch.inference_mode():
         x = torch.randn(4, 3, 5)
@@ -144,10 +164,8 @@ def test_tensors_of_inference_mode_are_refused_before_buffers_move(monkeypatch):
     with pytest.raises(RuntimeError, match="made in inference mode"):
         made_inside(torch.randn(4, 3, 5))
     made_inside.track_running_stats = False  # then it is the weight that cannot be saved
-    monkeypatch.setattr(functional, "kernels_for", lambda device: pytest.fail("reached a kernel"))
     with pytest.raises(RuntimeError, match="clone input and weight"):
         made_inside(torch.randn(4, 3, 5))
-    monkeypatch.undo()
     assert layer.num_batches_tracked == 0 and made_inside.num_batches_tracked == 1
     with torch.no_grad():
         layer(x)

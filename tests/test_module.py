@@ -243,7 +243,7 @@ def test_a_failed_allocation_is_torchs_own_error(monkeypatch, step):
     def empty_like(tensor):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(functional, "kernels_for", lambda device: Failing())
+    monkeypatch.setattr(functional, "checking_kernels", lambda input: Failing())
     layer, x = FastSyncBatchNorm(3), random((4, 3, 5, 5))
     with pytest.raises(torch.OutOfMemoryError), monkeypatch.context() as patch:
         y = layer(x) if step != "batch_norm_stats" else None

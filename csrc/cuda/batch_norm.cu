@@ -87,8 +87,8 @@ struct Cuda {
       zero(args.stats, (2 * C + 1) * sizeof(double), stream);
       return;
     }
-    const Plan plan =
-        make_plan(args.layout, value_size(args.dtype), {args.input}, card(device_index));
+    const Plan plan = make_plan(args.layout, value_size(args.dtype), {args.input},
+                                card(device_index), Step::kReduce);
     const WorkspaceMemory memory(plan, device_index, stream);
     launch_stats(args, plan, memory.workspace, stream);
   }
@@ -96,7 +96,7 @@ struct Cuda {
   static void elemt(int device_index, const ElemtArgs& args) {
     const DeviceGuard guard(device_index);
     const Plan plan = make_plan(args.layout, value_size(args.dtype), {args.input, args.output},
-                                card(device_index));
+                                card(device_index), Step::kWrite);
     launch_elemt(args, plan, current_stream(device_index));
   }
 
@@ -111,15 +111,16 @@ struct Cuda {
       return;
     }
     const Plan plan = make_plan(args.layout, value_size(args.dtype), {args.grad_out, args.input},
-                                card(device_index));
+                                card(device_index), Step::kReduce);
     const WorkspaceMemory memory(plan, device_index, stream);
     launch_backward_reduce(args, plan, memory.workspace, stream);
   }
 
   static void backward_elemt(int device_index, const BackwardElemtArgs& args) {
     const DeviceGuard guard(device_index);
-    const Plan plan = make_plan(args.layout, value_size(args.dtype),
-                                {args.grad_out, args.input, args.grad_input}, card(device_index));
+    const Plan plan =
+        make_plan(args.layout, value_size(args.dtype), {args.grad_out, args.input, args.grad_input},
+                  card(device_index), Step::kWrite);
     launch_backward_elemt(args, plan, current_stream(device_index));
   }
 };

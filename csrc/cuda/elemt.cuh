@@ -3,80 +3,78 @@
 //
 // Layouts: [N, C, S] and [M, C]; plan.h shows which thread visits which packs, here in the reverse
 // order of stats.cuh. Each block first derives the coefficients of its own channels from the
-// message. The buffers have one owner: block 0, present where they are, alone reads and writes
-// them for all C, so no block reads the counter that another advances.
+// message. The running buffers have blocks of their own, a thread a channel, as one block would be
+// at work on many channels long after the others have ended. The counter has one owner, block 0;
+// where its value counts, that block owns all, so no block reads what another advances.
 //
 // Ioffe & Szegedy 2015, algorithm 1.
 #pragma once
 
 #include "../statistics.h"
-#include "walk.cuh"
+#include "batch.cuh"
 
 namespace syncbn {
 
-// One block. Global count 0: nothing happens.
+// How many blocks own the running buffers: the first ones of the launch.
+inline int64_t running_blocks(const Running& running, int64_t C, int threads) {
+  return !running.present() ? 0 : running.cumulative ? 1 : detail::ceil_div(C, threads);
+}
+
+// Global count 0: nothing happens.
 __device__ __forceinline__ void update_running(const Running& running,
-                                               const double* stats /* [2C + 1] */, int64_t C) {
+                                               const double* stats /* [2C + 1] */, int64_t C,
+                                               unsigned owners) {
   if (!(stats[2 * C] > 0)) {
     return;
   }
   const double factor = running.factor();
-  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+  const unsigned first = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64_t c = first; c < C; c += owners * blockDim.x) {
     running.update(stats, C, c, factor);
   }
   __syncthreads();  // all have read the counter
-  if (threadIdx.x == 0 && running.num_batches_tracked != nullptr) {
+  if (first == 0 && running.num_batches_tracked != nullptr) {
     *running.num_batches_tracked += 1;
   }
 }
 
 template <typename scalar_t, bool kChannelsLast, int kVec>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChannelsLast ? kVec : 1>)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     elemt_kernel(const scalar_t* __restrict__ input,  // [N, C, S] or [M, C]
                  scalar_t* __restrict__ output,       // as input
                  const double* __restrict__ stats,    // [2C + 1]
                  ChannelVector weight, ChannelVector bias, double eps, Running running,
-                 WalkPlan plan, bool streaming) {
+                 unsigned owners /* of running */, WalkPlan plan, bool streaming) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kUnroll = 4, kAcc = kChannelsLast ? kVec : 1;
+  constexpr int kAcc = kChannelsLast ? kVec : 1;
   SYNCBN_SHARED(Affine<acc_t>, shared, kChannelsLast ? kMaxTile : 1);
 
-  if (running.present() && blockIdx.x == 0) {
-    update_running(running, stats, plan.C);
+  if (blockIdx.x < owners) {
+    update_running(running, stats, plan.C, owners);
     return;
   }
-  Walk<kChannelsLast, kVec, Order::kReverse> walk(plan, blockIdx.x - running.present());
-  const int tile = plan.lanes * kAcc;
-  for (int t = threadIdx.x; t < tile; t += blockDim.x) {
-    const int64_t c = static_cast<int64_t>(walk.tile()) * tile + t;
-    if (c < plan.C) {
-      shared[t] = affine<acc_t>(stats, plan.C, c, eps, weight, bias);
-    }
-  }
-  __syncthreads();
+  Walk<kChannelsLast, kVec, Order::kReverse> walk(plan, blockIdx.x - owners);
+  Batch<Step::kWrite, scalar_t, kChannelsLast, kVec, 1> batch;
+  batch.load(walk, {input});
   Affine<acc_t> normalise[kAcc];
-#pragma unroll
-  for (int a = 0; a < kAcc; ++a) {
-    normalise[a] = shared[threadIdx.x % plan.lanes * kAcc + a];
-  }
+  const auto make = [&](int64_t c) { return affine<acc_t>(stats, plan.C, c, eps, weight, bias); };
+  derive(plan, walk.tile(), make, shared, normalise);
 
-  while (walk.more()) {
-    Span<kChannelsLast, kVec> at[kUnroll];
-    Pack<scalar_t, kVec> x[kUnroll];
+  while (true) {
+    auto& x = batch.packs[0];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      at[u] = walk.next();
-      x[u].load(input, at[u], plan.numel);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int i = 0; i < batch.kPacks; ++i) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const acc_t y = normalise[kChannelsLast ? e : 0](static_cast<acc_t>(x[u].values[e]));
-        x[u].values[e] = static_cast<scalar_t>(y);
+        const acc_t y = normalise[kChannelsLast ? e : 0](static_cast<acc_t>(x[i].values[e]));
+        x[i].values[e] = static_cast<scalar_t>(y);
       }
-      x[u].store(output, at[u], streaming);
+      x[i].store(output, batch.at[i], streaming);
     }
+    if (!walk.more()) {
+      return;
+    }
+    batch.load(walk, {input});
   }
 }
 

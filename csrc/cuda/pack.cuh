@@ -1,5 +1,5 @@
 // A pack: kVec values that are loaded and stored as one word of up to 16 bytes, and a span: where a
-// pack lies and which of its values belong to the thread's channel.
+// pack lies and which of its values are of the thread's channel.
 //
 // Rows of a contiguous tensor begin anywhere, so their first and last pack are shared with the
 // neighbouring channels:
@@ -20,19 +20,24 @@ namespace syncbn {
 // Offsets count values from the tensor's begin; that of a shared pack may lie before it.
 template <bool kChannelsLast, int kVec>
 struct Span {
-  int64_t offset;
-  int begin, end;  // of the pack's values, those that count: none where end is 0
+  // The pack lies partly outside the tensor.
+  static constexpr unsigned kOutside = 1u << 31;
 
+  int64_t offset;
+  unsigned own;  // a bit for each value: whether it counts. One register, as many spans are alive
+
+  // Values begin to end.
+  static __device__ __forceinline__ unsigned bits(int begin, int end) {
+    return (1u << end) - (1u << begin);
+  }
+  __device__ __forceinline__ bool any() const { return own != 0; }
   __device__ __forceinline__ bool full() const {
-    return kChannelsLast ? end != 0 : begin == 0 && end == kVec;
+    return kChannelsLast ? any() : own == bits(0, kVec);
   }
-  __device__ __forceinline__ bool has(int e) const { return e >= begin && e < end; }
-  __device__ __forceinline__ bool inside(int64_t numel) const {
-    return static_cast<uint64_t>(offset) <= static_cast<uint64_t>(numel - kVec) && numel >= kVec;
-  }
+  __device__ __forceinline__ bool has(int e) const { return (own >> e & 1) != 0; }
   // How many values each accumulator gets: channels-last packs hold one a channel.
   __device__ __forceinline__ int count() const {
-    return kChannelsLast ? end / kVec : end == 0 ? 0 : end - begin;
+    return kChannelsLast ? any() : full() ? kVec : __popc(own & bits(0, kVec));
   }
 };
 
@@ -73,9 +78,9 @@ struct Pack {
 
   // Values outside the span are left undefined, or are a neighbour's.
   template <bool kChannelsLast>
-  __device__ __forceinline__ void load(const scalar_t* tensor, const Span<kChannelsLast, kVec>& at,
-                                       int64_t numel) {
-    if (kChannelsLast || kVec == 1 ? at.full() : at.end != 0 && at.inside(numel)) {
+  __device__ __forceinline__ void load(const scalar_t* tensor,
+                                       const Span<kChannelsLast, kVec>& at) {
+    if (at.any() && at.own < at.kOutside) {
       load(tensor + at.offset);
     } else if constexpr (!kChannelsLast && kVec > 1) {
 #pragma unroll
@@ -89,13 +94,15 @@ struct Pack {
 
   // A value of channel `e` of the thread (contiguous: of its only one), or `other` where neither
   // end of the pack is the channel's own.
-  template <bool kChannelsLast>
-  __device__ __forceinline__ scalar_t sample(const Span<kChannelsLast, kVec>& at, int e,
-                                             scalar_t other) const {
+  template <bool kChannelsLast, typename acc_t>
+  __device__ __forceinline__ acc_t sample(const Span<kChannelsLast, kVec>& at, int e,
+                                          acc_t other) const {
     if constexpr (kChannelsLast) {
-      return at.full() ? values[e] : other;
+      return at.full() ? static_cast<acc_t>(values[e]) : other;
     } else {
-      return at.has(0) ? values[0] : at.has(kVec - 1) ? values[kVec - 1] : other;
+      return at.has(0)          ? static_cast<acc_t>(values[0])
+             : at.has(kVec - 1) ? static_cast<acc_t>(values[kVec - 1])
+                                : other;
     }
   }
 

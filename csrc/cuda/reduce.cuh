@@ -118,4 +118,24 @@ __device__ __forceinline__ bool reduce_blocks(Sums (&sums)[kAcc], const WalkPlan
   return true;
 }
 
+// Calls write(channel, place in the tile, sums) for each channel of a tile, with the totals that
+// the tile's columns have in shared: where rows are folded (plan.h) there are several of each
+// channel.
+template <typename Write>
+__device__ __forceinline__ void fold_columns(const WalkPlan& plan, int tile, int columns,
+                                             const Sums* shared /* [columns] */,
+                                             const Write& write) {
+  __syncthreads();
+  for (int t = threadIdx.x; t < columns; t += blockDim.x) {
+    const int64_t c = static_cast<int64_t>(tile) * columns + t;
+    if (c < plan.C) {
+      Sums total = shared[t];
+      for (int64_t column = c + plan.C; column < plan.columns; column += plan.C) {
+        add(total, shared[column]);
+      }
+      write(c, t, total);
+    }
+  }
+}
+
 }  // namespace syncbn

@@ -24,18 +24,18 @@ class Walk {
     split_ = static_cast<int>(block / static_cast<unsigned>(plan.tiles));
     tile_ = static_cast<int>(block % static_cast<unsigned>(plan.tiles));
     const unsigned lanes = plan.lanes, abreast = blockDim.x / lanes;
-    channel_ = (static_cast<int64_t>(tile_) * plan.lanes + threadIdx.x % lanes) *
-               (kChannelsLast ? kVec : 1);
+    column_ = (static_cast<int64_t>(tile_) * plan.lanes + threadIdx.x % lanes) *
+              (kChannelsLast ? kVec : 1);
     const int first = static_cast<int>(split_ * abreast + threadIdx.x / lanes);
-    left_ = channel_ < plan.C ? plan.each + (first < plan.extra) : 0;
+    left_ = column_ < plan.columns ? plan.each + (first < plan.extra) : 0;
     const int row = kChannelsLast ? first : first / plan.packs;
     pack_ = kChannelsLast ? 0 : first % plan.packs;
-    start_ = channel_ * plan.S + (kReverse ? plan.rows - 1 - row : row) * plan.row_stride;
+    start_ = column_ * plan.S + (kReverse ? plan.rows - 1 - row : row) * plan.row_stride;
   }
 
   __device__ __forceinline__ int split() const { return split_; }
   __device__ __forceinline__ int tile() const { return tile_; }
-  __device__ __forceinline__ int64_t channel() const { return channel_; }  // the thread's first
+  __device__ __forceinline__ int64_t column() const { return column_; }  // the thread's first
   __device__ __forceinline__ bool more() const { return left_ > 0; }
 
   // Where the thread stands; then it moves on. An empty span once nothing is left.
@@ -43,14 +43,20 @@ class Walk {
     Span<kChannelsLast, kVec> at;
     int64_t step = plan_.step_rows;
     if constexpr (kChannelsLast) {
-      at = {start_, 0, left_ > 0 ? kVec : 0};
+      at = {start_, left_ > 0 ? at.bits(0, kVec) : 0};
     } else {
-      const int pack = this->pack();
-      const int rest = head() + static_cast<int>(plan_.S % kVec);
-      const int full = static_cast<int>(plan_.S / kVec) + rest / kVec;  // packs up to the last
-      const int end = pack < full ? kVec : pack == full ? rest % kVec : 0;
-      at = {start_ + static_cast<int64_t>(pack) * kVec - head(), pack == 0 ? head() : 0,
-            left_ > 0 ? end : 0};
+      const int64_t first = static_cast<int64_t>(pack()) * kVec;
+      at = {start_ + first, left_ > 0 ? at.bits(0, kVec) : 0};
+      if (kVec > 1 && !plan_.aligned && left_ > 0) {
+        at.offset -= head();
+        // Values of the row from the pack's begin on, or some number above kVec.
+        const int whole = min(static_cast<int>(plan_.S / kVec) - pack(), 2);
+        const int rest = whole * kVec + static_cast<int>(plan_.S % kVec) + head();
+        at.own = at.bits(pack() == 0 ? head() : 0, rest < 0 ? 0 : min(rest, kVec));
+        if (at.offset < 0 || at.offset + kVec > plan_.numel) {
+          at.own |= at.kOutside;
+        }
+      }
       pack_ += plan_.step_packs;
       if (pack_ >= plan_.packs) {
         pack_ -= plan_.packs;
@@ -73,8 +79,8 @@ class Walk {
 
   const WalkPlan& plan_;
   int split_, tile_;
-  int left_, pack_;          // packs left to visit; where the thread stands in the row
-  int64_t channel_, start_;  // where the row begins in the tensor
+  int left_, pack_;         // packs left to visit; where the thread stands in the row
+  int64_t column_, start_;  // where the row begins in the tensor
 };
 
 }  // namespace syncbn

@@ -8,7 +8,7 @@ __global__ void sound_elemt_kernel(const scalar_t* __restrict__ input,
                                    scalar_t* __restrict__ output, int64_t packs, bool streaming) {
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
-    const Span<kChannelsLast, kVec> at = {i * kVec, 0, kVec};
+    const Span<kChannelsLast, kVec> at = {i * kVec, at.bits(0, kVec)};
     Pack<scalar_t, kVec> x;
     x.load(input + at.offset);
     for (int e = 0; e < kVec; ++e) {
@@ -27,7 +27,7 @@ __global__ void narrow_elemt_kernel(const scalar_t* __restrict__ input,
     Pack<scalar_t, 1> x;
     x.load(input + i);
     x.values[0] += 1;
-    x.store(output, Span<kChannelsLast, 1>{i, 0, 1}, streaming);
+    x.store(output, Span<kChannelsLast, 1>{i, 1}, streaming);
   }
 }
 
@@ -41,7 +41,7 @@ __global__ void split_elemt_kernel(const scalar_t* __restrict__ input,
     x.load(input + i * kVec);
     for (int e = 0; e < kVec; ++e) {
       const Pack<scalar_t, 1> value = {x.values[e] + 1};
-      value.store(output, Span<kChannelsLast, 1>{i * kVec + e, 0, 1}, streaming);
+      value.store(output, Span<kChannelsLast, 1>{i * kVec + e, 1}, streaming);
     }
   }
 }
@@ -72,7 +72,7 @@ __global__ void float64_kernel(const scalar_t* __restrict__ input, scalar_t* __r
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<scalar_t, kVec> x;
-    x.load(input, Span<kChannelsLast, kVec>{i * kVec, 0, kVec}, packs * kVec);
+    x.load(input, Span<kChannelsLast, kVec>{i * kVec, (1u << kVec) - 1});
     for (int e = 0; e < kVec; ++e) {
       sum += x.values[e];
     }

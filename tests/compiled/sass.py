@@ -1,7 +1,7 @@
 """Reads what ptxas and nvdisasm say of kernels, and names what is wrong with one.
 
 What counts is the loop over the elements. It is told from all others by the source lines that its
-instructions come from: the innermost loop that loads and holds something of pack.cuh. Loops that
+instructions come from: the outermost loop that loads and holds something of pack.cuh. Loops that
 read shared memory come before or after it, once a channel.
 """
 
@@ -40,7 +40,8 @@ class Kernel:
     local: list[str]  # loads and stores of local memory, anywhere
     # In loops over the elements:
     accesses: dict[str, list[int]]  # bytes of each "load", "store" and "stream" (a store)
-    packs: int  # loads of a pack, the most in one loop
+    packs: int  # loads of a pack before the first is waited for, the most in one loop
+    issued: float  # instructions for each of them, without what single values take
     float64: list[str]
     slow: list[str]  # divisions and roots
 
@@ -72,15 +73,18 @@ def read(ptxas: str, sass: str) -> list[Kernel]:
 
 def _kernel(symbol: str, resources: dict[str, int], code: _Code) -> Kernel:
     instance = _instance(symbol)
-    loops = [[instruction.opcode for instruction in loop] for loop in code.element_loops()]
     pack = instance["vec"] * SIZES[instance["scalar"]]
-    looped = [opcode for loop in loops for opcode in loop]
+    loops = code.element_loops()
+    looped = [opcode for loop in loops for opcode in code.opcodes(loop)]
+    packs = {loop: _accesses(code.opcodes(loop)).get("load", []).count(pack) for loop in loops}
+    main = max(loops, key=lambda loop: packs[loop], default=range(0))
     return Kernel(
         **instance,
         **resources,
         local=[i.opcode for i in code.instructions if i.opcode.startswith(("LDL", "STL"))],
         accesses=_accesses(looped),
-        packs=max((_accesses(loop).get("load", []).count(pack) for loop in loops), default=0),
+        packs=packs.get(main, 0),
+        issued=len(code.opcodes(main, pack)) / max(packs.get(main, 0), 1),
         float64=[opcode for opcode in looped if FLOAT64.match(opcode)],
         slow=[opcode for opcode in looped if opcode.startswith("MUFU")],
     )
@@ -137,7 +141,18 @@ class _Code:
             elif found := LABEL.match(line):
                 self.labels[found[0]] = len(self.instructions)
 
-    def element_loops(self) -> list[list[_Instruction]]:
+    def opcodes(self, loop: range, pack: int = 0) -> list[str]:
+        """All of a loop, or without the stretches that access less than a pack at once."""
+        branches = {i + 1 for i in loop if self.instructions[i].opcode == "BRA"}
+        cuts = sorted({loop.start, loop.stop} | ({*self.labels.values(), *branches} & {*loop}))
+        stretches = [
+            [instruction.opcode for instruction in self.instructions[begin:end]]
+            for begin, end in zip(cuts, cuts[1:], strict=False)
+        ]
+        narrow = [any(w < pack for ws in _accesses(s).values() for w in ws) for s in stretches]
+        return [o for s, drop in zip(stretches, narrow, strict=True) if not drop for o in s]
+
+    def element_loops(self) -> list[range]:
         ends: dict[int, int] = {}  # of each loop, by its begin: a `continue` goes back there, too
         for i, instruction in enumerate(self.instructions):
             begin = self.labels.get(instruction.target or "", i + 1)
@@ -145,9 +160,9 @@ class _Code:
                 ends[begin] = i + 1
         loops = [range(begin, end) for begin, end in ends.items() if self._visits(begin, end)]
         return [
-            self.instructions[loop.start : loop.stop]
+            loop
             for loop in loops
-            if not any(o != loop and o.start in loop and o.stop <= loop.stop for o in loops)
+            if not any(o != loop and loop.start in o and loop.stop <= o.stop for o in loops)
         ]
 
     def _visits(self, begin: int, end: int) -> bool:

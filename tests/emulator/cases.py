@@ -40,7 +40,8 @@ class Layout(NamedTuple):
 
 
 # Rows shorter than a pack, shorter than a warp's, aligned and not, over several blocks (one level
-# of reduction); more threads than packs; no pack that lies inside the tensor.
+# of reduction); more threads than packs; no pack that lies inside the tensor. Short rows that are
+# written as columns: of one block, and of several.
 CONTIGUOUS = [
     Layout(1, 1, 1),
     Layout(2, 3, 2),
@@ -51,9 +52,12 @@ CONTIGUOUS = [
     Layout(2, 3, 64),
     Layout(2, 3, 1023, sms=2),
     Layout(2, 1, 4096, sms=4),
+    Layout(8, 16, 25),
+    Layout(300, 24, 3, sms=4),
 ]
 # C narrower than a lane, odd, at widths that 1, 2, 4 and 8 divide, beyond one tile; rows over
-# several blocks with one level of reduction and with two.
+# several blocks with one level of reduction and with two; rows that are folded where C is odd, for
+# all steps and, beyond one tile, for those that write.
 CHANNELS_LAST = [
     Layout(1, 1, 1, True),
     Layout(5, 3, 1, True),
@@ -65,6 +69,8 @@ CHANNELS_LAST = [
     Layout(3, 264, 1, True, sms=4),
     Layout(2, 64, 300, True, sms=4),
     Layout(1, 128, 1100, True, sms=4),
+    Layout(8, 5, 150, True, sms=4),
+    Layout(8, 37, 3, True),
 ]
 LAYOUTS = CONTIGUOUS + CHANNELS_LAST
 EMPTY = [Layout(0, 5, 3), Layout(2, 5, 0, True)]

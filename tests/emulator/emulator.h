@@ -16,6 +16,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -108,7 +109,12 @@ struct alignas(16) double2 {
 
 inline double2 make_double2(double x, double y) { return {x, y}; }
 
-inline int min(int a, int b) { return a < b ? a : b; }
+template <typename T>
+T min(T a, T b) {
+  return a < b ? a : b;
+}
+
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 
 inline void __syncthreads(emulator::Place place = emulator::Place::current()) {
   emulator::barrier(place);

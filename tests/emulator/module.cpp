@@ -78,9 +78,9 @@ struct Emulation {
   emulator::Options options;
   int64_t row_stride;  // values from one row to the next; 0: the rows are dense
 
-  Plan plan(const std::vector<py::array>& activations) const {
+  Plan plan(const std::vector<py::array>& activations, Step step) const {
     const py::array& first = activations.at(0);
-    Plan plan = dense_plan(activations);
+    Plan plan = dense_plan(activations, step);
     if (row_stride != 0) {
       WalkPlan& walk = plan.walk;
       walk.numel += (walk.rows - 1) * (row_stride - walk.row_stride);
@@ -95,16 +95,16 @@ struct Emulation {
     return plan;
   }
 
-  Plan dense_plan(const std::vector<py::array>& activations) const {
+  Plan dense_plan(const std::vector<py::array>& activations, Step step) const {
     const int64_t size = activations.at(0).itemsize();
     const auto pointer = [&](size_t i) { return data(activations.at(i)); };
     switch (activations.size()) {
       case 1:
-        return make_plan(layout, size, {pointer(0)}, card);
+        return make_plan(layout, size, {pointer(0)}, card, step);
       case 2:
-        return make_plan(layout, size, {pointer(0), pointer(1)}, card);
+        return make_plan(layout, size, {pointer(0), pointer(1)}, card, step);
       default:
-        return make_plan(layout, size, {pointer(0), pointer(1), pointer(2)}, card);
+        return make_plan(layout, size, {pointer(0), pointer(1), pointer(2)}, card, step);
     }
   }
 
@@ -125,7 +125,7 @@ struct Emulation {
   }
 
   void stats(const py::array& input, const py::array& stats) const {
-    const Plan plan = this->plan({input});
+    const Plan plan = this->plan({input}, Step::kReduce);
     const StatsArgs args{scalar_type(input), layout, data(input), doubles(stats)};
     with_workspace(
         plan, [&](const Workspace& workspace) { launch_stats(args, plan, workspace, nullptr); });
@@ -144,13 +144,13 @@ struct Emulation {
     start();
     launch_elemt({scalar_type(input), layout, data(input), data(output), doubles(stats), eps,
                   channels(weight), channels(bias), running},
-                 plan({input, output}), nullptr);
+                 plan({input, output}, Step::kWrite), nullptr);
   }
 
   void backward_reduce(const py::array& grad_out, const py::array& input, const py::array& stats,
                        double eps, const py::array& sums, const py::object& grad_weight,
                        const py::object& grad_bias) const {
-    const Plan plan = this->plan({grad_out, input});
+    const Plan plan = this->plan({grad_out, input}, Step::kReduce);
     const BackwardReduceArgs args{scalar_type(input), layout, data(grad_out), data(input),
                                   doubles(stats),     eps,    doubles(sums),  channels(grad_weight),
                                   channels(grad_bias)};
@@ -165,7 +165,7 @@ struct Emulation {
     start();
     launch_backward_elemt({scalar_type(input), layout, data(grad_out), data(input),
                            data(grad_input), doubles(stats), doubles(sums), eps, channels(weight)},
-                          plan({grad_out, input, grad_input}), nullptr);
+                          plan({grad_out, input, grad_input}, Step::kWrite), nullptr);
   }
 };
 
@@ -187,6 +187,9 @@ PYBIND11_MODULE(SYNCBN_MODULE, m) {
       .def_property_readonly("tiles", [](const Plan& plan) { return plan.walk.tiles; })
       .def_property_readonly("splits", [](const Plan& plan) { return plan.walk.splits; })
       .def_property_readonly("lanes", [](const Plan& plan) { return plan.walk.lanes; })
+      .def_property_readonly("packs", [](const Plan& plan) { return plan.walk.each; })
+      .def_property_readonly("columns", [](const Plan& plan) { return plan.walk.columns; })
+      .def_property_readonly("span", [](const Plan& plan) { return plan.walk.span; })
       .def_property_readonly("fan", [](const Plan& plan) { return plan.tree.fan; });
   py::class_<Emulation>(m, "Emulation")
       .def(py::init([](int64_t N, int64_t C, int64_t S, bool channels_last, int64_t sms,
@@ -197,7 +200,19 @@ PYBIND11_MODULE(SYNCBN_MODULE, m) {
            py::arg("N"), py::arg("C"), py::arg("S"), py::arg("channels_last"), py::kw_only(),
            py::arg("sms") = 1, py::arg("l2_bytes") = 1 << 20, py::arg("seed") = 0,
            py::arg("blocks_alive") = 4, py::arg("row_stride") = 0)
-      .def("plan", &Emulation::plan)
+      .def(
+          "plan",
+          [](const Emulation& emulation, const std::vector<py::array>& activations, bool writes) {
+            return emulation.plan(activations, writes ? Step::kWrite : Step::kReduce);
+          },
+          py::arg("activations"), py::kw_only(), py::arg("writes") = false)
+      .def(
+          "plan_aligned",
+          [](const Emulation& emulation, int64_t size, bool writes) {
+            return make_plan(emulation.layout, size, {nullptr}, emulation.card,
+                             writes ? Step::kWrite : Step::kReduce);
+          },
+          py::arg("size"), py::kw_only(), py::arg("writes") = false)
       .def("stats", &Emulation::stats, py::arg("input"), py::arg("stats"))
       .def("elemt", &Emulation::elemt, py::arg("input"), py::arg("output"), py::arg("stats"),
            py::arg("eps"), py::arg("weight") = py::none(), py::arg("bias") = py::none(),

@@ -7,33 +7,33 @@ from .mutant import Mutant
 PACK = [
     Mutant(
         "cuda/pack.cuh",
-        "e >= begin && e < end;",
-        "e >= begin && e <= end;",
+        "return (1u << end) - (1u << begin);",
+        "return (2u << end) - (1u << begin);",
         "a span has one value more at its end",
         quick=True,
     ),
     Mutant(
         "cuda/pack.cuh",
-        "e >= begin && e < end;",
-        "e > begin && e < end;",
+        "return (1u << end) - (1u << begin);",
+        "return (1u << end) - (2u << begin);",
         "a span has one value less at its begin",
     ),
     Mutant(
         "cuda/pack.cuh",
-        "begin == 0 && end == kVec;",
-        "end == kVec;",
+        "any() : own == bits(0, kVec);",
+        "any() : has(kVec - 1);",
         "a pack that begins with a neighbour's values passes for full",
     ),
     Mutant(
         "cuda/pack.cuh",
-        "end == 0 ? 0 : end - begin;",
-        "end;",
+        "full() ? kVec : __popc(own & bits(0, kVec));",
+        "any() * kVec;",
         "a neighbour's values count",
     ),
     Mutant(
         "cuda/pack.cuh",
-        "kChannelsLast ? end / kVec :",
-        "kChannelsLast ? end :",
+        "kChannelsLast ? any() : full()",
+        "full()",
         "all channels of a pack count for each",
     ),
     Mutant(
@@ -50,8 +50,8 @@ PACK = [
     ),
     Mutant(
         "cuda/pack.cuh",
-        "return at.full() ? values[e] : other;",
-        "return values[e];",
+        "return at.full() ? static_cast<acc_t>(values[e]) : other;",
+        "return static_cast<acc_t>(values[e]);",
         "a pivot from a pack that was never loaded",
     ),
     Mutant(
@@ -77,8 +77,8 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "channel_ < plan.C ?",
-        "channel_ <= plan.C ?",
+        "column_ < plan.columns ?",
+        "column_ <= plan.columns ?",
         "a lane past the last channel is at work",
     ),
     Mutant(
@@ -96,8 +96,8 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "left_ > 0 ? end : 0};",
-        "end};",
+        "start_ + first, left_ > 0 ? at.bits(0, kVec) : 0};",
+        "start_ + first, at.bits(0, kVec)};",
         "goes on after the last pack",
     ),
     Mutant(
@@ -108,9 +108,21 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "pack == full ? rest % kVec : 0",
-        "pack == full ? kVec : 0",
+        "rest < 0 ? 0 : min(rest, kVec)",
+        "rest <= 0 ? 0 : kVec",
         "the last pack of a row is full",
+    ),
+    Mutant(
+        "cuda/walk.cuh",
+        "{start_, left_ > 0 ? at.bits(0, kVec) : 0};",
+        "{start_, at.bits(0, kVec)};",
+        "goes on after the last row",
+    ),
+    Mutant(
+        "cuda/walk.cuh",
+        "!plan_.aligned && ",
+        "false && ",
+        "all rows pass for aligned",
     ),
     Mutant(
         "cuda/walk.cuh",
@@ -138,8 +150,8 @@ WALK = [
     ),
     Mutant(
         "cuda/walk.cuh",
-        "int64_t channel_, start_;",
-        "int64_t channel_; int start_;",
+        "int64_t column_, start_;",
+        "int64_t column_; int start_;",
         "begins of rows in 32 bits",
     ),
     Mutant(
@@ -151,6 +163,18 @@ WALK = [
 ]
 
 REDUCE = [
+    Mutant(
+        "cuda/reduce.cuh",
+        "column += plan.C) {",
+        "column += 2 * plan.C) {",
+        "columns of folded rows are left out",
+    ),
+    Mutant(
+        "cuda/reduce.cuh",
+        "    if (c < plan.C) {",
+        "    if (c < plan.C - 1) {",
+        "the last channel is not written",
+    ),
     Mutant(
         "cuda/reduce.cuh",
         "__ldcg(",

@@ -7,20 +7,20 @@ from .mutant import Mutant
 PLAN = [
     Mutant(
         "cuda/plan.h",
-        "layout.C % width != 0 || ",
+        "columns % width != 0 || ",
         "",
         "packs straddle channels-last rows",
     ),
     Mutant(
         "cuda/plan.h",
-        " || misalignment(pointer, width * size)",
+        " || misalignment(pointer, width * size) != 0",
         "",
         "channels-last pointers pass for aligned",
     ),
     Mutant(
         "cuda/plan.h",
-        "misalignment(pointer, kPackBytes) == misalignment(*pointers.begin(), kPackBytes)",
-        "true",
+        "misalignment(pointer, kPackBytes) == first;",
+        "true;",
         "pointers pass for misaligned alike",
         quick=True,
     ),
@@ -38,8 +38,8 @@ PLAN = [
     ),
     Mutant(
         "cuda/plan.h",
-        "address % (plan.vec * size) / size",
-        "address % (plan.vec * size)",
+        "plan.vec * size) / size);",
+        "plan.vec * size));",
         "the shift in bytes",
     ),
     Mutant(
@@ -62,19 +62,19 @@ PLAN = [
     ),
     Mutant(
         "cuda/plan.h",
-        "step / walk.packs * walk.row_stride",
-        "step / walk.packs",
+        "stride / walk.packs * walk.row_stride",
+        "stride / walk.packs",
         "the step in rows, not in values",
     ),
     Mutant(
         "cuda/plan.h",
-        "static_cast<int>(step % walk.packs)",
+        "static_cast<int>(stride % walk.packs)",
         "0",
         "no step along the row",
     ),
     Mutant(
         "cuda/plan.h",
-        "static_cast<int>(packs % step)",
+        "static_cast<int>(packs % stride)",
         "0",
         "packs that do not deal out evenly are left",
     ),
@@ -83,6 +83,24 @@ PLAN = [
         "int64_t row_stride = 0;",
         "int row_stride = 0;",
         "a stride of 32 bits",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "step == Step::kReduce && !fits",
+        "false",
+        "columns that are one channel's lie in several tiles",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "while (view.rows % 2 == 0) {",
+        "while (true) {",
+        "an odd number of rows is folded",
+    ),
+    Mutant(
+        "cuda/plan.h",
+        "!view.folded && (fills",
+        "(fills",
+        "columns that are one channel's are spread over the card",
     ),
 ]
 

@@ -1,8 +1,54 @@
-"""Faults in the four kernels."""
+"""Faults in the four kernels, and in what they share around their arithmetic."""
 
 from __future__ import annotations
 
 from .mutant import Mutant
+
+BATCH = [
+    Mutant(
+        "cuda/batch.cuh",
+        "begin + threadIdx.x % plan.lanes * kAcc;",
+        "begin + threadIdx.x % plan.lanes;",
+        "constants of another lane's channels",
+        quick=True,
+    ),
+    Mutant(
+        "cuda/batch.cuh",
+        "begin = tile * columns;",
+        "begin = 0;",
+        "constants of the first tile for all",
+    ),
+    Mutant(
+        "cuda/batch.cuh",
+        "(end - 1) / span - first + 1;",
+        "(end - 1) / span - first;",
+        "no constants for a tile's last channel",
+    ),
+    Mutant(
+        "cuda/batch.cuh",
+        "(first + t) % static_cast<unsigned>(plan.C)",
+        "(first + t)",
+        "folded rows have channels of their own",
+    ),
+    Mutant(
+        "cuda/batch.cuh",
+        "left = span - column % span;",
+        "left = span;",
+        "every pack begins a channel",
+    ),
+    Mutant(
+        "cuda/batch.cuh",
+        "left == 0 ? span : left;",
+        "left;",
+        "a pack has two channels at most",
+    ),
+    Mutant(
+        "cuda/batch.cuh",
+        "at[i] = walk.next();",
+        "at[i] = i == 0 ? walk.next() : at[0];",
+        "a batch is one pack over and over",
+    ),
+]
 
 STATS = [
     Mutant(
@@ -20,7 +66,7 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "      x[u].mask(at[u], static_cast<scalar_t>(pivot[0]));",
+        "      x[i].mask(batch.at[i], static_cast<scalar_t>(pivot[0]));",
         "",
         "values of the neighbours are added",
     ),
@@ -32,7 +78,7 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "count += at[u].count();",
+        "count += batch.at[i].count();",
         "count += kVec / kAcc;",
         "every pack counts as full",
     ),
@@ -44,20 +90,14 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "add(sums[a], rebase(count, sum[a], sumsq[a], delta));",
-        "sums[a] = rebase(count, sum[a], sumsq[a], delta);",
-        "emptying a sum forgets what was emptied before",
-    ),
-    Mutant(
-        "cuda/stats.cuh",
-        "static_cast<double>(pivot[a]) - static_cast<acc_t>(origin.values[a])",
-        "static_cast<acc_t>(origin.values[a]) - static_cast<double>(pivot[a])",
+        "static_cast<double>(pivot[a]) - origin(a)",
+        "origin(a) - static_cast<double>(pivot[a])",
         "moved from the pivot the wrong way",
     ),
     Mutant(
         "cuda/stats.cuh",
-        "load_origin<kChannelsLast, 1>(input, plan, c)",
-        "load_origin<kChannelsLast, 1>(input, plan, 0)",
+        "origin(input, plan, begin + t)",
+        "origin(input, plan, begin)",
         "the totals are moved by the P of another channel",
     ),
     Mutant(
@@ -68,7 +108,7 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "shared[t].second, origin)",
+        "shared[t].second, origin(0))",
         "shared[t].second, 0)",
         "the totals stay about P",
     ),
@@ -80,35 +120,35 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "if (c < plan.C)",
-        "if (c <= plan.C)",
-        "one channel too many is written",
+        "plan.count / (plan.columns / plan.C)",
+        "plan.count",
+        "a column counts as a channel where rows are folded",
     ),
 ]
 
 ELEMT = [
     Mutant(
         "cuda/elemt.cuh",
-        """  if (running.present() && blockIdx.x == 0) {
-    update_running(running, stats, plan.C);
+        """  if (blockIdx.x < owners) {
+    update_running(running, stats, plan.C, owners);
     return;
   }""",
         """  if (running.present()) {
-    update_running(running, stats, plan.C);
-    if (blockIdx.x == 0) return;
+    update_running(running, stats, plan.C, owners);
+    if (blockIdx.x < owners) return;
   }""",
         "every block updates the buffers",
         quick=True,
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "blockIdx.x - running.present()",
+        "blockIdx.x - owners",
         "blockIdx.x",
         "the block of the buffers is not made up for",
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "threadIdx.x == 0 && running",
+        "first == 0 && running",
         "running",
         "every thread counts the batch",
     ),
@@ -120,9 +160,15 @@ ELEMT = [
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "c < C; c += blockDim.x",
-        "c < C; c += kWarpSize",
-        "warps update one another's channels",
+        "c += owners * blockDim.x",
+        "c += kWarpSize",
+        "threads update one another's channels",
+    ),
+    Mutant(
+        "cuda/elemt.cuh",
+        "running.cumulative ? 1 : ",
+        "",
+        "blocks read the counter that another advances",
     ),
     Mutant(
         "cuda/elemt.cuh",
@@ -132,67 +178,31 @@ ELEMT = [
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "% plan.lanes * kAcc + a]",
-        "% plan.lanes + a]",
-        "coefficients of another lane's channels",
-    ),
-    Mutant(
-        "cuda/elemt.cuh",
         "normalise[kChannelsLast ? e : 0]",
         "normalise[0]",
         "one channel's coefficients for a whole pack",
-    ),
-    Mutant(
-        "cuda/elemt.cuh",
-        "static_cast<int64_t>(walk.tile()) * tile + t",
-        "t",
-        "coefficients of the first tile for all",
-    ),
-    Mutant(
-        "cuda/elemt.cuh",
-        "if (c < plan.C)",
-        "if (c < plan.C - 1)",
-        "no coefficients for the last channel",
     ),
 ]
 
 BACKWARD_REDUCE = [
     Mutant(
         "cuda/backward_reduce.cuh",
-        "      dy[u].mask(at[u], zero);",
+        "total[a] = {sum_dy[a], sum_dy_xmu[a]};",
+        "total[a] = {sum_dy_xmu[a], sum_dy[a]};",
+        "the two sums change places",
+    ),
+    Mutant(
+        "cuda/backward_reduce.cuh",
+        "      dy[i].mask(batch.at[i], zero);",
         "",
         "gradients of the neighbours are added",
         quick=True,
     ),
     Mutant(
         "cuda/backward_reduce.cuh",
-        "      x[u].mask(at[u], zero);",
+        "      x[i].mask(batch.at[i], zero);",
         "",
         "a neighbour's infinity makes NaN",
-    ),
-    Mutant(
-        "cuda/backward_reduce.cuh",
-        "add(total[a], {sum_dy[a], sum_dy_xmu[a]});",
-        "total[a] = {sum_dy[a], sum_dy_xmu[a]};",
-        "emptying a sum forgets what was emptied before",
-    ),
-    Mutant(
-        "cuda/backward_reduce.cuh",
-        "channel_stats<acc_t>(stats, plan.C, first_channel + t, eps)",
-        "channel_stats<acc_t>(stats, plan.C, t, eps)",
-        "statistics of the first tile for all",
-    ),
-    Mutant(
-        "cuda/backward_reduce.cuh",
-        "if (first_channel + t < plan.C)",
-        "if (first_channel + t < plan.C - 1)",
-        "no statistics for the last channel",
-    ),
-    Mutant(
-        "cuda/backward_reduce.cuh",
-        "% plan.lanes * kAcc + a]",
-        "% plan.lanes + a]",
-        "statistics of another lane's channels",
     ),
     Mutant(
         "cuda/backward_reduce.cuh",
@@ -202,31 +212,25 @@ BACKWARD_REDUCE = [
     ),
     Mutant(
         "cuda/backward_reduce.cuh",
-        "shared[t].second * shared_stats[t].invstd",
-        "shared[t].second",
+        "sum.second * shared_stats[t].invstd",
+        "sum.second",
         "the gradient of weight without invstd",
-    ),
-    Mutant(
-        "cuda/backward_reduce.cuh",
-        "    if (c < plan.C) {",
-        "    if (c < plan.C - 1) {",
-        "the last channel is not written",
     ),
 ]
 
 BACKWARD_ELEMT = [
     Mutant(
         "cuda/backward_elemt.cuh",
-        "if (c < plan.C)",
-        "if (c < plan.C - 1)",
-        "no coefficients for the last channel",
-        quick=True,
+        "    if (!walk.more()) {\n      return;",
+        "    if (true) {\n      return;",
+        "only the first batch is written",
     ),
     Mutant(
         "cuda/backward_elemt.cuh",
-        "x[u].load(input,",
-        "x[u].load(grad_out,",
+        "  batch.load(walk, {grad_out, input});\n  InputGrad",
+        "  batch.load(walk, {grad_out, grad_out});\n  InputGrad",
         "the gradient in the place of the input",
+        quick=True,
     ),
     Mutant(
         "cuda/backward_elemt.cuh",
@@ -236,22 +240,10 @@ BACKWARD_ELEMT = [
     ),
     Mutant(
         "cuda/backward_elemt.cuh",
-        "% plan.lanes * kAcc + a]",
-        "% plan.lanes + a]",
-        "coefficients of another lane's channels",
-    ),
-    Mutant(
-        "cuda/backward_elemt.cuh",
-        "static_cast<int64_t>(walk.tile()) * tile + t",
-        "t",
-        "coefficients of the first tile for all",
-    ),
-    Mutant(
-        "cuda/backward_elemt.cuh",
-        "store(grad_input, at[u], streaming)",
-        "store(grad_input, at[0], streaming)",
+        "store(grad_input, batch.at[i], streaming)",
+        "store(grad_input, batch.at[0], streaming)",
         "both packs are written to one place",
     ),
 ]
 
-FAULTS = [*STATS, *ELEMT, *BACKWARD_REDUCE, *BACKWARD_ELEMT]
+FAULTS = [*BATCH, *STATS, *ELEMT, *BACKWARD_REDUCE, *BACKWARD_ELEMT]
