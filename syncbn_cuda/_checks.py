@@ -112,7 +112,7 @@ def check_training(
             _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
         # This and the next are what autograd would raise after the collective, with the buffers
         # moved. One buffer speaks for all, as they are made together.
-        if running_mean.is_inference() and not (compiling or torch.is_inference_mode_enabled()):
+        if not compiling and running_mean.is_inference() and not torch.is_inference_mode_enabled():
             _fail(
                 owner,
                 "buffers made in inference mode cannot be updated outside of it: make the layer "
@@ -120,8 +120,8 @@ def check_training(
                 RuntimeError,
             )
     if (
-        (input.is_inference() or (weight is not None and weight.is_inference()))
-        and not compiling
+        not compiling
+        and (input.is_inference() or (weight is not None and weight.is_inference()))
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, weight, bias))
     ):

@@ -45,7 +45,7 @@ CASES = {
 
 @pytest.fixture(params=["operators", "python"], autouse=True)
 def first_step(request, monkeypatch):
-    """Who checks: the operators that are loaded, or else Python. Returns what is not to be reached."""
+    """Who checks: the operators, or else Python. Returns what a refused call must not reach."""
     if request.param == "operators":
         return "all_reduce"
     monkeypatch.setattr(functional, "checking_kernels", lambda input: None)
