@@ -18,62 +18,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.batch_norm_update_stats(input, None, None, 0.0)
+def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.batch_norm_update_stats(x, None, None, 0.0)
 
 
 def _gather_stats_with_counts(
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, mean: Tensor, invstd: Tensor, running_mean: Any, running_var: Any, momentum: float,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.batch_norm_update_stats(mean, running_mean, running_var, momentum)
 
 
-def _elemt(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-) -> Tensor:
-    return torch.native_batch_norm(input, weight, bias, mean, invstd, False, 0.0, eps)[0]
+def _elemt(x: Tensor, weight: Any, bias: Any, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+    return torch.native_batch_norm(x, weight, bias, mean, invstd, False, 0.0, eps)[0]
 
 
 def _backward_reduce(
-    grad_out: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    needs_input: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *_: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, grad_weight, grad_bias = _native_backward(
-        grad_out, input, weight, None, None, mean, invstd, True, 1e-5, [False, True, True]
+        dy, x, weight, None, None, mean, invstd, True, 1e-5, [False, True, True]
     )
     return grad_bias, grad_weight, grad_weight, grad_bias
 
 
 def _backward_elemt(
-    grad_out: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *_: Tensor
 ) -> Tensor:
     return _native_backward(
-        grad_out, input, weight, mean, invstd, None, None, False, 1e-5, [True, False, False]
+        dy, x, weight, mean, invstd, None, None, False, 1e-5, [True, False, False]
     )[0]
 
 
