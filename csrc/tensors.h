@@ -44,7 +44,9 @@ inline Tensor empty_strided(int64_t dim, const int64_t* sizes, const int64_t* st
 #ifdef SYNCBN_POISON  // in the tests' builds for the CPU: what no kernel writes is NaN
   int64_t bytes = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
-  std::memset(tensor.mutable_data_ptr(), 0xff, bytes);
+  if (bytes > 0) {
+    std::memset(tensor.mutable_data_ptr(), 0xff, bytes);
+  }
 #endif
   return tensor;
 }
