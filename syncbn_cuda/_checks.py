@@ -170,20 +170,19 @@ def check_written(
         )
 
 
-def mistake(
+def explain(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
     owner: torch.nn.Module | None,
-) -> Exception | None:
-    """Returns what is wrong with a call that the operators, which name no layer, have refused."""
+) -> None:
+    """Raises what is wrong with a call that the operators, which name no layer, have refused."""
     try:
         check(input, buffers[0], buffers[1], weight, bias, owner)
         check_written(input, buffers, owner)
     except (ValueError, TypeError) as error:
-        return error
-    return None
+        raise error from None
 
 
 def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:

@@ -25,10 +25,9 @@ def resolve_group(process_group: Any | None) -> Any | None:
     Raises:
         ValueError: this rank is not a member of the group.
     """
-    world = dist.group.WORLD if _AVAILABLE else None
-    if world is None:  # not initialised
+    if not (_AVAILABLE and dist.is_initialized()):
         return None
-    group: Any = world if process_group is None else process_group
+    group: Any = dist.group.WORLD if process_group is None else process_group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "process_group: this rank is not a member of the group it was given; "

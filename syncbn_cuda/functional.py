@@ -123,7 +123,9 @@ def batch_norm(
         return _evaluate(input, running_mean, running_var, weight, bias, eps)
     buffers = (running_mean, running_var, num_batches_tracked)
     kernels = checking_kernels(input)
-    if kernels is None or (weight is None and running_mean is None):
+    shape = input.shape
+    fits = len(shape) > 1 and (owner is None or shape[1] == owner.num_features)
+    if kernels is None or not fits:
         _checks.check(input, running_mean, running_var, weight, bias, owner)
         _checks.check_written(input, buffers, owner)
     compiling = kernels is None and torch.compiler.is_compiling()
@@ -137,9 +139,8 @@ def batch_norm(
             bias if bias is None else bias.contiguous(),
             (buffers, momentum, eps, group, owner, kernels, compiling),
         )
-    except (RuntimeError, ValueError, IndexError):
-        if mistake := _checks.mistake(input, weight, bias, buffers, owner):
-            raise mistake from None
+    except (RuntimeError, ValueError):
+        _checks.explain(input, weight, bias, buffers, owner)
         allocate_again(input)
         raise
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -88,6 +90,28 @@ def test_one_value_a_channel_alone(shape):
         layer(torch.randn(shape))
     assert layer.num_batches_tracked == 0
     layer.eval()(torch.randn(shape))
+
+
+def test_the_number_of_channels_is_that_of_the_layer(refused_early):
+    layer = FastSyncBatchNorm(3)
+    layer.num_features = 5
+    with pytest.raises(ValueError, match=r"expected input with 5 channels in dim 1"):
+        layer(torch.randn(4, 3, 5))
+
+
+def test_an_error_keeps_nothing_alive_and_tells_of_no_other():
+    layer, x = FastSyncBatchNorm(3), torch.randn(4, 3, 5)
+    layer.weight = nn.Parameter(torch.ones(4))
+    alive = weakref.ref(x)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="expected weight of shape") as caught:
+            layer(x)
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None
+        del x, caught
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_no_channels():
