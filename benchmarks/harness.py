@@ -97,8 +97,11 @@ def _interleave_cpu(
         took = min(_seconds(call) for _ in range(3))  # one alone may be interrupted
         repeats[name] = _agree(max(1, min(1000, int(CPU_TURN_S / took))))
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(turns):
-        for name, call in candidates.items():
+    for turn in range(turns):
+        # Who comes after a copy, say, finds the caches full of it: an untimed call goes ahead of
+        # each turn, and every second round is in the reverse order.
+        for name, call in list(candidates.items())[:: -1 if turn % 2 else 1]:
+            call()
             began = clock()
             for _ in range(repeats[name]):
                 call()

@@ -31,8 +31,8 @@ from benchmarks.torch_on_cpu import torch_on_cpu
 from syncbn_cuda import FastSyncBatchNorm
 
 LAYERS = 20
-#: Steps of one turn: a candidate's first one finds the caches full of the others' code.
-STEPS = 10
+#: Steps of one turn.
+STEPS = 4
 SHAPE = Shape("few values", (2, 64, 2, 2))
 
 OURS, TORCH, PLAIN = "ours", "torch SyncBatchNorm", "torch BatchNorm (not synchronised)"
