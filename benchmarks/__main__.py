@@ -125,6 +125,8 @@ def measured(args: argparse.Namespace) -> dict:
     compiled = require_kernels(options.device.type, args.allow_composite)
     questions = args.questions or (["ranks"] if "RANK" in os.environ else ["layers", "host"])
     rows = [row for module in modules_of(questions) for row in module.measure(options)]
+    if not rows and rank() == 0:
+        sys.exit(f"benchmarks: nothing to measure: no name has {args.match!r} in it (--match)")
     return report.run_of(rows, machine(options.device), compiled)
 
 

@@ -206,3 +206,11 @@ def test_a_run_ends_when_its_time_is_up(capsys) -> None:
     options = Options(CPU, quick=True, match="odd", turns=1, seconds=0)
     assert layers.measure(options) == []
     assert "stopped after 0 of 4 as time is up" in capsys.readouterr().err
+
+
+def test_a_match_with_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "layers", "--device", "cpu", "--match", "none!"]
+    )
+    with pytest.raises(SystemExit, match="no name has 'none!' in it"):
+        entry.main()
