@@ -45,7 +45,7 @@ PACK = [
     Mutant(
         "cuda/pack.cuh",
         "if (!kChannelsLast && !at.full()) {",
-        "if (!kChannelsLast && at.begin > 0) {",
+        "if (!kChannelsLast && !at.has(0)) {",
         "values past the end of a row are not masked",
     ),
     Mutant(
