@@ -13,6 +13,10 @@ OURS = "ours synchronised"
 Test = Callable[[dict], bool]
 
 
+def nchw(row: dict) -> bool:
+    return row["layout"] == "contiguous"
+
+
 def bars(rows: list[dict]) -> list[tuple[str, str, str]]:
     """Returns each demand on the layers, its figure, and what was measured.
 
@@ -24,7 +28,6 @@ def bars(rows: list[dict]) -> list[tuple[str, str, str]]:
     single = [r for r in graph if r["direction"] != BOTH]
     both = [r for r in graph if r["direction"] == BOTH]
     torch = f"torch synchronised / {OURS}"
-    nchw: Test = lambda r: r["layout"] == "contiguous"  # noqa: E731
     rate = copy_rate(graph)
 
     def of(net: str, dtype: str, layer: str = "") -> list[dict]:

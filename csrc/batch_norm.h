@@ -9,7 +9,6 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
@@ -49,13 +48,13 @@ template <typename Backend>
 Tensor elemt(const Checks& checks, const Tensor& input, const Tensor& stats,
              const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
              const Layout& layout, const Running& running) {
-  checks.message(stats, "stats", 2 * layout.C + 1);
+  const double* message = checks.message(stats, "stats", 2 * layout.C + 1);
   const ChannelVector w = checks.channels(weight, "weight", layout.C);
   const ChannelVector b = checks.channels(bias, "bias", layout.C);
   Tensor output = allocate_like(input);
   Backend::elemt(input.get_device_index(),
                  {checks.dtype(), layout, input.const_data_ptr(), output.mutable_data_ptr(),
-                  static_cast<const double*>(stats.const_data_ptr()), eps, w, b, running});
+                  message, eps, w, b, running});
   return output;
 }
 
@@ -102,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   const Checks checks("batch_norm_backward_reduce", input);
   const Layout layout = checks.input();
   checks.like_input(grad_out, "grad_out", layout);
-  checks.message(stats, "stats", 2 * layout.C + 1);
+  const double* message = checks.message(stats, "stats", 2 * layout.C + 1);
   const ScalarType dtype = checks.dtype();
   const ScalarType weight_dtype = weight_like_input ? dtype : ScalarType::Float;
   const ScalarType bias_dtype = bias_like_input ? dtype : ScalarType::Float;
@@ -111,8 +110,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   Tensor sums = allocate_vector(2 * layout.C, ScalarType::Double, input);
   Backend::backward_reduce(input.get_device_index(),
                            {dtype, layout, grad_out.const_data_ptr(), input.const_data_ptr(),
-                            static_cast<const double*>(stats.const_data_ptr()), eps,
-                            static_cast<double*>(sums.mutable_data_ptr()),
+                            message, eps, static_cast<double*>(sums.mutable_data_ptr()),
                             ChannelVector{grad_weight.mutable_data_ptr(), weight_dtype},
                             ChannelVector{grad_bias.mutable_data_ptr(), bias_dtype}});
   return {sums, grad_weight, grad_bias};
@@ -125,15 +123,14 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_out, const Tensor& input, co
   const Checks checks("batch_norm_backward_elemt", input);
   const Layout layout = checks.input();
   checks.like_input(grad_out, "grad_out", layout);
-  checks.message(stats, "stats", 2 * layout.C + 1);
-  checks.message(sums, "sums", 2 * layout.C);
+  const double* message = checks.message(stats, "stats", 2 * layout.C + 1);
+  const double* reduced = checks.message(sums, "sums", 2 * layout.C);
   const ChannelVector w = checks.channels(weight, "weight", layout.C);
   Tensor grad_input = allocate_like(input);
   Backend::backward_elemt(
       input.get_device_index(),
       {checks.dtype(), layout, grad_out.const_data_ptr(), input.const_data_ptr(),
-       grad_input.mutable_data_ptr(), static_cast<const double*>(stats.const_data_ptr()),
-       static_cast<const double*>(sums.const_data_ptr()), eps, w});
+       grad_input.mutable_data_ptr(), message, reduced, eps, w});
   return grad_input;
 }
 

@@ -85,10 +85,11 @@ class Checks {
   }
 
   // `tensor` is contiguous float64 of `length` values beside the input: a message.
-  void message(const Tensor& tensor, const char* argument, int64_t length) const {
+  const double* message(const Tensor& tensor, const char* argument, int64_t length) const {
     const ScalarType dtype = dtype_of(tensor);
     expect(dtype == ScalarType::Double, argument, "float64", torch::headeronly::toString(dtype));
     vector(tensor, argument, length);
+    return static_cast<const double*>(tensor.const_data_ptr());
   }
 
   // `tensor` is a contiguous vector of C parameters or buffers, of a supported type.

@@ -146,16 +146,32 @@ def check_training(
         _fail(owner, f"expected input on a device with float64 to synchronise, got {input.device}")
 
 
-def check_written(
+def check_call(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
+    owner: torch.nn.Module | None,
+) -> None:
+    """Checks the tensors of a call in training, as the operators do; what it raises stands alone.
+
+    Raises:
+        ValueError: as :func:`check`; or a buffer is not contiguous, or the counter not a single
+            int64 beside the input.
+        TypeError: a type is not supported.
+    """
+    try:
+        check(input, buffers[0], buffers[1], weight, bias, owner)
+        _check_written(input, buffers, owner)
+    except (ValueError, TypeError) as error:
+        raise error from None
+
+
+def _check_written(
     input: Tensor,
     buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
     owner: torch.nn.Module | None,
 ) -> None:
-    """Checks what training demands of buffers that it writes in place.
-
-    Raises:
-        ValueError: one is not contiguous, or the counter not a single int64 beside the input.
-    """
     for running, label in zip(buffers[:2], ("running_mean", "running_var"), strict=True):
         if running is not None and not running.is_contiguous():
             _fail(owner, f"expected {label} to be contiguous, got strides {running.stride()}")
@@ -168,21 +184,6 @@ def check_written(
             f"expected num_batches_tracked to be one int64 on {input.device}, got "
             f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
         )
-
-
-def explain(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
-    owner: torch.nn.Module | None,
-) -> None:
-    """Raises what is wrong with a call that the operators, which name no layer, have refused."""
-    try:
-        check(input, buffers[0], buffers[1], weight, bias, owner)
-        check_written(input, buffers, owner)
-    except (ValueError, TypeError) as error:
-        raise error from None
 
 
 def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:

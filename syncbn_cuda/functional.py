@@ -126,8 +126,7 @@ def batch_norm(
     shape = input.shape
     fits = len(shape) > 1 and (owner is None or shape[1] == owner.num_features)
     if kernels is None or not fits:
-        _checks.check(input, running_mean, running_var, weight, bias, owner)
-        _checks.check_written(input, buffers, owner)
+        _checks.check_call(input, weight, bias, buffers, owner)
     compiling = kernels is None and torch.compiler.is_compiling()
     try:
         _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner, compiling)
@@ -137,10 +136,11 @@ def batch_norm(
             input if input.is_contiguous() else dense(input),
             weight if weight is None else weight.contiguous(),
             bias if bias is None else bias.contiguous(),
-            (buffers, momentum, eps, group, owner, kernels, compiling),
+            *buffers,
+            (momentum, eps, group, owner, kernels, compiling),
         )
     except (RuntimeError, ValueError):
-        _checks.explain(input, weight, bias, buffers, owner)
+        _checks.check_call(input, weight, bias, buffers, owner)  # the operators name no layer
         allocate_again(input)
         raise
 
@@ -193,10 +193,19 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        call: tuple[Any, ...],
     ) -> Tensor:
-        # In one tuple: autograd looks at each argument of its own, forward and backward.
-        buffers, momentum, eps, group, owner, checking, compiling = call
+        # The rest in one tuple: autograd looks at each argument of its own, forward and backward.
+        # (Tensors are not in it, or torch.jit.trace would not find them.)
+        momentum, eps, group, owner, checking, compiling = call
+        buffers = (running_mean, running_var, num_batches_tracked)
         if checking is not None:
             kernels = checking
             stats = kernels.batch_norm_stats(input, weight, bias, *buffers)
@@ -210,29 +219,31 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(input, weight, stats)
         bias_like_input = bias is not None and bias.dtype is not torch.float32
         ctx.of_call = (eps, group, bias_like_input, checking)
-        if buffers[0] is None:
+        if running_mean is None or running_var is None:
             return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
         output = kernels.batch_norm_elemt_running(
             input, stats, weight, bias, eps, *buffers, momentum
         )
         if not compiling:
             # An operator's schema alone does not tell autograd that the buffers were written.
-            increment_version(buffers if buffers[2] is not None else buffers[:2])
+            written = (running_mean, running_var)
+            counter = num_batches_tracked
+            increment_version(written if counter is None else (*written, counter))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         try:
-            return _gradients(ctx, grads[0])
+            return (*_gradients(ctx, grads[0]), None, None, None, None)
         except RuntimeError:
             allocate_again(grads[0])
             raise
 
 
-def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of input, weight and bias, and None for the rest of the call."""
+def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of input, weight and bias."""
     input, weight, stats = ctx.saved_tensors
-    needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     eps, group, bias_like_input, kernels = ctx.of_call
     weight_like_input = weight is not None and weight.dtype is not torch.float32
     compiling = kernels is None and torch.compiler.is_compiling()
@@ -262,9 +273,4 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = None
     if needs_input:
         grad_input = kernels.batch_norm_backward_elemt(grad_out, input, stats, sums, weight, eps)
-    return (
-        grad_input,
-        grad_weight if needs_weight else None,
-        grad_bias if needs_bias else None,
-        None,
-    )
+    return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None

@@ -261,6 +261,15 @@ def test_autocast_keeps_the_type_of_the_input():
     assert net[1].weight.grad.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_trace_computes_what_the_layer_does(training):
+    layer, x = FastSyncBatchNorm(3).train(training), random((4, 3, 5, 5))
+    traced = torch.jit.trace(copy.deepcopy(layer), x, check_trace=False)
+    other = random((4, 3, 5, 5))
+    torch.testing.assert_close(traced(other), layer(other))
+
+
 def test_one_graph_under_compile():
     layer = FastSyncBatchNorm(3, momentum=None)
     plain = copy.deepcopy(layer)

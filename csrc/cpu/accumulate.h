@@ -38,6 +38,23 @@ __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, i
   pivot = load(memory);
 }
 
+// Which of the values read count: all, or those of lanes whose weight is not 0.
+struct All {
+  template <typename T>
+  SYNCBN_INLINE T operator()(const T& value) const {
+    return value;
+  }
+};
+
+template <typename scalar_t>
+struct Weighted {
+  Pack<scalar_t> weight;
+
+  SYNCBN_INLINE Pack<scalar_t> operator()(const Pack<scalar_t>& value) const {
+    return keep(value, weight);
+  }
+};
+
 template <typename scalar_t>
 struct Stats {
   static constexpr int kCount = 0;
@@ -54,15 +71,10 @@ struct Stats {
     sum = sumsq = {};
   }
 
-  SYNCBN_INLINE void add(const Values<scalar_t>& values, int64_t offset) {
-    const Pack<scalar_t> value = load(values.input + offset) - pivot;
-    sum += value;
-    sumsq += value * value;
-  }
-
+  template <typename Counting = All>
   SYNCBN_INLINE void add(const Values<scalar_t>& values, int64_t offset,
-                         const Pack<scalar_t>& weight) {
-    const Pack<scalar_t> value = keep(load(values.input + offset) - pivot, weight);
+                         const Counting& counting = {}) {
+    const Pack<scalar_t> value = counting(load(values.input + offset) - pivot);
     sum += value;
     sumsq += value * value;
   }
@@ -97,17 +109,12 @@ struct BackwardReduce {
     sum_dy = sum_dy_xmu = {};
   }
 
-  SYNCBN_INLINE void add(const Values<scalar_t>& values, int64_t offset) {
-    const Pack<scalar_t> grad = load(values.grad_out + offset);
-    sum_dy += grad;
-    sum_dy_xmu += grad * ((load(values.input + offset) - mean_high) - mean_low);
-  }
-
+  template <typename Counting = All>
   SYNCBN_INLINE void add(const Values<scalar_t>& values, int64_t offset,
-                         const Pack<scalar_t>& weight) {
+                         const Counting& counting = {}) {
     const Pack<scalar_t> grad = load(values.grad_out + offset);
-    sum_dy += keep(grad, weight);
-    sum_dy_xmu += keep(grad * ((load(values.input + offset) - mean_high) - mean_low), weight);
+    sum_dy += counting(grad);
+    sum_dy_xmu += counting(grad * ((load(values.input + offset) - mean_high) - mean_low));
   }
 
   SYNCBN_INLINE void take_sums(const BackwardReduce& other) {

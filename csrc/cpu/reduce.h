@@ -104,7 +104,7 @@ void reduce_planes(const Operands& operands, const Box& box) {
             ops[j].add(values, end + j * pack);
           } else if (j == tail_packs && tail_values > 0) {
             ops[j].add(values, end + j * pack + tail_values - pack,
-                       load_lanes<scalar_t>(counts.weight + j * pack));
+                       Weighted<scalar_t>{load_lanes<scalar_t>(counts.weight + j * pack)});
           }
         }
       }
@@ -156,7 +156,8 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
     counts.weigh(tile.width - rest, tile.width);
     const int64_t last = offset + (rows - 1) * row_stride + rest;
     for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
-      tile_ops.ops[j].add(values, last + lane, load_lanes<scalar_t>(counts.weight + lane));
+      tile_ops.ops[j].add(values, last + lane,
+                          Weighted<scalar_t>{load_lanes<scalar_t>(counts.weight + lane)});
     });
   }
   LaneSums<acc_t, kTileLanes> sums;
