@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -16,19 +17,73 @@ if _AVAILABLE:
     _OPTIONS.asyncOp = False  # True would be a hop between streams
 
 
-def resolve_group(process_group: Any | None) -> Any | None:
+class HeldGroup:
+    """A process group as a layer holds it: copies of the layer share it, pickles drop it."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        warnings.warn(
+            "a process group cannot be pickled: the loaded layers will normalise over the world; "
+            "give them their group again by layer.process_group = group, or all of them by "
+            "convert_sync_batchnorm(model, group)",
+            stacklevel=2,
+        )
+        return type(None), ()
+
+
+def hold_group(process_group: Any | None) -> HeldGroup | None:
+    """Returns what a layer keeps of the ``process_group`` that it was given.
+
+    Args:
+        process_group: a ``torch.distributed`` process group, a one-dimensional ``DeviceMesh`` for
+            its group, or None for the world, which is not kept but looked up at each forward.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: the mesh has several dimensions.
+    """
+    if process_group is None or isinstance(process_group, HeldGroup):
+        return process_group
+    if _AVAILABLE and isinstance(process_group, dist.DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group: expected a DeviceMesh of one dimension, got {process_group}: "
+                "give one of its dimensions, mesh['name']"
+            )
+        return HeldGroup(process_group.get_group())
+    if not hasattr(process_group, "allreduce") and not _is_no_member(process_group):
+        raise TypeError(
+            "process_group: expected a torch.distributed process group, a DeviceMesh or None, got "
+            f"{type(process_group).__name__}: torch.distributed.new_group(ranks) makes a group"
+        )
+    return HeldGroup(process_group)
+
+
+def _is_no_member(process_group: Any) -> bool:
+    """Whether this is what ``new_group`` gives to ranks outside of the new group."""
+    return _AVAILABLE and process_group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def resolve_group(held: HeldGroup | None) -> Any | None:
     """Returns the group to reduce over, looked up now, or None where one process acts alone.
 
     Args:
-        process_group: a ``torch.distributed`` process group, or None for the world.
+        held: the group that was given, or None for the world.
 
     Raises:
         ValueError: this rank is not a member of the group.
     """
     if not (_AVAILABLE and dist.is_initialized()):
         return None
-    group: Any = dist.group.WORLD if process_group is None else process_group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    group: Any = dist.group.WORLD if held is None else held.group
+    if _is_no_member(group):
         raise ValueError(
             "process_group: this rank is not a member of the group it was given; "
             "give each rank the group that holds it"

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
+from syncbn_cuda._collective import hold_group
 from syncbn_cuda.module import FastSyncBatchNorm
 
 #: Subclasses compute something of their own and are not in here: only these very types are swapped.
@@ -87,10 +88,11 @@ def _reason_to_leave(layer: _BatchNorm, swapped: tuple[type, ...]) -> str | None
 
 
 def _convert(layer: _BatchNorm, process_group: Any | None) -> None:
-    had = vars(layer).get("process_group")
-    vars(layer)[_ORIGIN] = (type(layer), "process_group" in vars(layer), had)
+    had_group = "process_group" in vars(layer)
+    had = hold_group(vars(layer).pop("process_group", None))
+    vars(layer)[_ORIGIN] = (type(layer), had_group, had)
     layer.__class__ = FastSyncBatchNorm
-    vars(layer)["process_group"] = had if process_group is None else process_group
+    vars(layer)["_group"] = had if process_group is None else hold_group(process_group)
 
 
 def revert_sync_batchnorm(
@@ -128,7 +130,6 @@ def revert_sync_batchnorm(
 def _revert(layer: _BatchNorm, default: type[_BatchNorm]) -> None:
     original, had_group, group = vars(layer).pop(_ORIGIN, (default, False, None))
     layer.__class__ = original
+    del layer._group
     if had_group:
-        layer.process_group = group
-    else:
-        del layer.process_group
+        vars(layer)["process_group"] = None if group is None else group.group

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from syncbn_cuda import _checks, _composite
-from syncbn_cuda._collective import AllReduce, all_reduce, resolve_group
+from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
 from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._tensors import allocate_again, dense
 
@@ -51,8 +51,9 @@ def sync_batch_norm(
             batches, which needs ``num_batches_tracked``.
         eps: added to the variance.
         num_batches_tracked: int64, one value, advanced in training where the group saw any value.
-        process_group: the ranks to normalise over; None for the world, or for this process alone
-            where ``torch.distributed`` is not initialised.
+        process_group: the ranks to normalise over, or a one-dimensional ``DeviceMesh`` of them;
+            None for the world, or for this process alone where ``torch.distributed`` is not
+            initialised.
 
     Returns:
         A tensor of the input's shape, type and memory format.
@@ -99,7 +100,7 @@ def sync_batch_norm(
         momentum,
         eps,
         num_batches_tracked,
-        resolve_group(process_group) if training else None,
+        resolve_group(hold_group(process_group)) if training else None,
         None,
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_cuda import functional
-from syncbn_cuda._collective import resolve_group
+from syncbn_cuda._collective import HeldGroup, hold_group, resolve_group
 
 
 class FastSyncBatchNorm(_BatchNorm):
@@ -32,7 +32,8 @@ class FastSyncBatchNorm(_BatchNorm):
         affine: whether the layer has a weight and a bias.
         track_running_stats: whether it keeps running mean and variance and evaluates with them.
             Without them it evaluates with the statistics of the local batch.
-        process_group: the ranks to normalise over; None for the world, looked up at each forward.
+        process_group: the ranks to normalise over, or a one-dimensional ``DeviceMesh`` of them;
+            None for the world, looked up at each forward. May be set anew at any time.
         device: where parameters and buffers are made.
         dtype: their type.
         bias: whether an affine layer has a bias.
@@ -51,6 +52,9 @@ class FastSyncBatchNorm(_BatchNorm):
         accumulation types and what is deterministic: see
         :func:`syncbn_cuda.functional.sync_batch_norm`.
 
+        Copies (``copy.deepcopy``, ``AveragedModel``) share the process group. Pickles
+        (``torch.save(model)``) drop it, with a warning, and it can be set again.
+
     Example::
 
         >>> layer = FastSyncBatchNorm(16)
@@ -61,7 +65,7 @@ class FastSyncBatchNorm(_BatchNorm):
         Ioffe & Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
     """
 
-    process_group: Any | None
+    _group: HeldGroup | None
 
     def __init__(
         self,
@@ -82,6 +86,15 @@ class FastSyncBatchNorm(_BatchNorm):
         if not bias:  # not every torch that this runs on takes the argument
             self.register_parameter("bias", None)
         self.process_group = process_group
+
+    @property
+    def process_group(self) -> Any | None:
+        """The group to normalise over; None for the world."""
+        return None if self._group is None else self._group.group
+
+    @process_group.setter
+    def process_group(self, process_group: Any | None) -> None:
+        self._group = hold_group(process_group)
 
     def reset_parameters(self) -> None:
         """Sets the buffers to those of an untrained layer, weight to 1 and bias to 0."""
@@ -121,7 +134,7 @@ class FastSyncBatchNorm(_BatchNorm):
             self.momentum,
             self.eps,
             num_batches_tracked if training else None,
-            resolve_group(self.process_group) if training else None,
+            resolve_group(self._group) if training else None,
             self,
         )
 
