@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_cuda import _checks, _composite
+from syncbn_cuda import _checkpoint, _checks, _composite
 from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
 from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._tensors import allocate_again, dense
@@ -131,14 +131,25 @@ def batch_norm(
     compiling = kernels is None and torch.compiler.is_compiling()
     try:
         _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner, compiling)
+        passage = None
+        if not compiling and _checkpoint.may_be_around():
+            if _checkpoint.selects():
+                with _checkpoint.unselected():
+                    return batch_norm(
+                        *(input, running_mean, running_var, weight, bias, training, momentum, eps),
+                        *(num_batches_tracked, group, owner),
+                    )
+            passage = _checkpoint.Passage(input, owner)
         if kernels is None and _checks.lacks_float64(input):
-            return _train_alone(input, *buffers, weight, bias, momentum, eps)
+            return _train_alone(input, *buffers, weight, bias, momentum, eps, passage)
+        if passage is not None and passage.is_recompute:
+            buffers = (None, None, None)  # the first pass has moved them
         return _SyncBatchNorm.apply(
             input if input.is_contiguous() else dense(input),
             weight if weight is None else weight.contiguous(),
             bias if bias is None else bias.contiguous(),
             *buffers,
-            (momentum, eps, group, owner, kernels, compiling),
+            (momentum, eps, group, owner, kernels, compiling, passage),
         )
     except (RuntimeError, ValueError):
         _checks.check_call(input, weight, bias, buffers, owner)  # the operators name no layer
@@ -155,8 +166,15 @@ def _train_alone(
     bias: Tensor | None,
     momentum: float | None,
     eps: float,
+    passage: _checkpoint.Passage | None,
 ) -> Tensor:
     """Serves one process on a device without float64, and so without the message, by torch."""
+    if passage is not None:
+        passage.keep(None)
+        if passage.is_recompute and running_mean is not None and running_var is not None:
+            # As many tensors saved as in the first pass, which has moved the buffers.
+            running_mean, running_var = running_mean.clone(), running_var.clone()
+            num_batches_tracked = None
     if input.numel() == 0:
         running_mean = running_var = None
     elif running_mean is not None and num_batches_tracked is not None:
@@ -205,18 +223,20 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         # The rest in one tuple: autograd looks at each argument of its own, forward and backward.
         # (Tensors are not in it, or torch.jit.trace would not find them.)
-        momentum, eps, group, owner, checking, compiling = call
+        momentum, eps, group, owner, checking, compiling, passage = call
         buffers = (running_mean, running_var, num_batches_tracked)
-        if checking is not None:
-            kernels = checking
-            stats = kernels.batch_norm_stats(input, weight, bias, *buffers)
+        kernels = checking or kernels_for(input.device)
+        if passage is not None and passage.is_recompute:
+            stats = passage.stats
         else:
-            kernels = kernels_for(input.device)
-            stats = kernels.batch_norm_stats(input)
-        if group is not None:
-            all_reduce(stats, group, compiling)
-            if input.numel() <= input.shape[1]:
-                _checks.check_global_count(input, stats, owner)
+            vectors = () if checking is None else (weight, bias, *buffers)
+            stats = kernels.batch_norm_stats(input, *vectors)
+            if group is not None:
+                all_reduce(stats, group, compiling)
+                if input.numel() <= input.shape[1]:
+                    _checks.check_global_count(input, stats, owner)
+        if passage is not None:
+            passage.keep(stats)
         ctx.save_for_backward(input, weight, stats)
         bias_like_input = bias is not None and bias.dtype is not torch.float32
         ctx.of_call = (eps, group, bias_like_input, checking)

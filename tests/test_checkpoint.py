@@ -1,0 +1,351 @@
+"""Activation checkpointing: the same gradients, buffers moved once, and no message twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from inputs import numpy, random
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+from syncbn_cuda import FastSyncBatchNorm, _checkpoint, _checks, _composite, functional
+
+CHANNELS = 4
+
+
+class Block(nn.Module):
+    """A block that uses one layer twice and another between."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.twice = FastSyncBatchNorm(CHANNELS)
+        self.between = FastSyncBatchNorm(CHANNELS, momentum=None)
+
+    def forward(self, x):
+        y = self.twice(self.conv(x)).relu() + x
+        return self.twice(self.between(y).sin())
+
+
+def net_of_blocks(count=2):
+    torch.manual_seed(5)
+    return nn.Sequential(*(Block() for _ in range(count))).double()
+
+
+def through(block, x):
+    return block(x)
+
+
+def checkpointed(*reentrant, **options):
+    """Returns a way through a block in checkpoints, the first the outermost."""
+
+    def way(block, x):
+        if not reentrant:
+            return block(x)
+        inner = functools.partial(checkpointed(*reentrant[1:], **options), block)
+        return checkpoint(inner, x, use_reentrant=reentrant[0], **options)
+
+    return way
+
+
+def selective(policy):
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpointed(False, context_fn=contexts)
+
+
+def save_all(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+def save_nothing(context, operator, *args, **kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def with_hooks_inside(block, x):
+    def inner(x):
+        with torch.autograd.graph.save_on_cpu():
+            return block(x)
+
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def with_hooks_outside(block, x):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """A reentrant checkpoint as other packages have their own, under torch's name."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+WAYS = {
+    "reentrant": checkpointed(True),
+    "frames": checkpointed(False),
+    "frames, no early stop": checkpointed(False, early_stop=False),
+    "frames in frames": checkpointed(False, False),
+    "three deep": checkpointed(False, False, False),
+    "reentrant in reentrant": checkpointed(True, True),
+    "reentrant in frames": checkpointed(False, True),
+    "frames in reentrant": checkpointed(True, False),
+    "frames in reentrant in frames": checkpointed(False, True, False),
+    "reentrant in frames in reentrant": checkpointed(True, False, True),
+    "selective, some saved": selective([torch.ops.aten.convolution.default]),
+    "selective, all saved": selective(save_all),
+    "selective, nothing saved": selective(save_nothing),
+    "hooks inside": with_hooks_inside,
+    "hooks outside": with_hooks_outside,
+    "a wrapper": lambda block, x: checkpoint_wrapper(block)(x),
+    "in segments": lambda block, x: checkpoint_sequential([block], 1, x, use_reentrant=False),
+    "of another package": CheckpointFunction.apply,
+}
+
+
+def train(way, order=(0, 1), sizes=(3, 2), after=None):
+    """Runs micro-batches forward, and backward in an order; returns all that may differ."""
+    net = net_of_blocks()
+    batches = [
+        random((size, CHANNELS, 5, 6), torch.float64, mean=float(i)).requires_grad_()
+        for i, size in enumerate(sizes)
+    ]
+    losses = []
+    for x in batches:
+        y = x
+        for block in net:
+            y = way(block, y)
+        if after is not None:
+            after(net, y)
+        losses.append((y * random(y.shape, torch.float64)).sum())
+    for index in order:
+        losses[index].backward()
+    state = {name: numpy(value) for name, value in net.state_dict().items()}
+    gradients = {name: numpy(p.grad) for name, p in net.named_parameters()}
+    return state | gradients | {f"dx {i}": numpy(x.grad) for i, x in enumerate(batches)}
+
+
+def assert_same(results, expected):
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (results[name] == value).all(), f"{name} differs"
+
+
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_computes_what_it_does_without(way, order):
+    torch.manual_seed(1)
+    expected = train(through, order)
+    torch.manual_seed(1)
+    assert_same(train(WAYS[way], order), expected)
+
+
+@pytest.fixture(params=["torch operations", "no float64"])
+def other_kernels(request, monkeypatch):
+    monkeypatch.setattr(functional, "checking_kernels", lambda input: None)
+    monkeypatch.setattr(functional, "kernels_for", lambda device: _composite)
+    if request.param == "no float64":
+        monkeypatch.setattr(_checks, "lacks_float64", lambda input: True)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "frames in frames", "selective, all saved"])
+def test_it_does_so_without_kernels(way, other_kernels):
+    torch.manual_seed(1)
+    expected = train(through)
+    torch.manual_seed(1)
+    assert_same(train(WAYS[way]), expected)
+
+
+def messages_rank(rank):
+    """Asserts for each way that this rank's results and messages are those without it."""
+    sent = []
+    all_reduce = functional.all_reduce
+
+    def counting(tensor, group, compiling):
+        sent.append(tensor.numel())
+        all_reduce(tensor, group, compiling)
+
+    functional.all_reduce = counting
+    for order in ((0, 1), (1, 0)):
+        for way in (through, *WAYS.values()):
+            sent.clear()
+            torch.manual_seed(rank)
+            results = train(way, order, sizes=((3, 2), (1, 4))[rank])
+            if way is through:
+                expected, messages = results, list(sent)
+                assert len(messages) == 2 * 2 * 6, "forward and backward, batches, layers"
+            assert sent == messages, way
+            assert_same(results, expected)
+
+
+def test_ranks_exchange_each_message_once(run):
+    run(2, messages_rank)
+
+
+def forward_in_a_hook(net, y):
+    y.register_hook(lambda grad: net[0].twice(grad) * 0 + grad)
+
+
+def forward_without_grad(net, y):
+    with torch.no_grad():
+        net(y)
+
+
+@pytest.mark.parametrize("after", [forward_in_a_hook, forward_without_grad])
+@pytest.mark.parametrize("way", ["reentrant", "frames", "reentrant in reentrant"])
+def test_other_forwards_are_forwards(way, after):
+    torch.manual_seed(1)
+    expected = train(through, after=after)
+    torch.manual_seed(1)
+    assert_same(train(WAYS[way], after=after), expected)
+
+
+class Solver(torch.autograd.Function):
+    """Not a checkpoint: it runs the layer in backward, for what is no recompute."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return None, grad * ctx.layer(x * 2)
+
+
+def test_a_function_that_is_no_checkpoint_runs_forwards():
+    layer = FastSyncBatchNorm(CHANNELS)
+    Solver.apply(layer, random((3, CHANNELS, 2)).requires_grad_()).sum().backward()
+    assert layer.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("way", ["reentrant", "frames", "frames in frames", "reentrant in frames"])
+def test_a_graph_that_is_retained_recomputes_again(way):
+    net, x = net_of_blocks(1), random((3, CHANNELS, 5, 5), torch.float64).requires_grad_()
+    plain, plain_x = copy.deepcopy(net), x.detach().clone().requires_grad_()
+    for way_through, module, leaf in ((through, plain, plain_x), (WAYS[way], net, x)):
+        loss = way_through(module[0], leaf).pow(3).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert torch.equal(x.grad, plain_x.grad)
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for ours, theirs in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["frames", "frames in frames"])
+def test_a_second_derivative(way):
+    net, x = net_of_blocks(1), random((3, CHANNELS, 5, 5), torch.float64).requires_grad_()
+    results = []
+    for way_through in (through, WAYS[way]):
+        module = copy.deepcopy(net)
+        y = way_through(module[0], x)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope.pow(2).sum(), x)
+        results.append([second, *module.buffers()])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_without_backward_counts_once_and_leaves_nothing(way):
+    net, x = net_of_blocks(1), random((3, CHANNELS, 5, 5), torch.float64).requires_grad_()
+    loss = WAYS[way](net[0], x).sum()
+    assert net[0].twice.num_batches_tracked == 2 and net[0].between.num_batches_tracked == 1
+    del loss
+    gc.collect()
+    assert len(_checkpoint._regions) == 0
+
+
+def test_a_recompute_that_goes_another_way_is_a_forward():
+    layers = [FastSyncBatchNorm(CHANNELS), FastSyncBatchNorm(CHANNELS)]
+    used = iter([0, 1])
+    x = random((3, CHANNELS, 2)).requires_grad_()
+    checkpoint(lambda x: layers[next(used)](x), x, use_reentrant=False).sum().backward()
+    assert [layer.num_batches_tracked.item() for layer in layers] == [1, 1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.blocks = way, net_of_blocks()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.way(block, x)
+        return x
+
+
+def ddp_rank(rank, x, static_graph):
+    for way in (through, WAYS["reentrant"], WAYS["frames"], WAYS["frames in frames"]):
+        ddp = DistributedDataParallel(Checkpointed(way), static_graph=static_graph)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp(x[rank::2].clone().requires_grad_()).pow(3).mean().backward()
+            optimizer.step()
+        results = {name: numpy(value) for name, value in ddp.state_dict().items()}
+        if way is through:
+            expected = results
+        assert_same(results, expected)
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_checkpoints_under_ddp(run, static_graph):
+    run(2, ddp_rank, random((4, CHANNELS, 5, 6), torch.float64), static_graph)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_compiled_as_a_whole(reentrant):
+    net, x = net_of_blocks(1), random((3, CHANNELS, 5, 5), torch.float64).requires_grad_()
+    plain, plain_x = copy.deepcopy(net), x.detach().clone().requires_grad_()
+    plain(plain_x).pow(3).sum().backward()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x):
+        return checkpoint(net, x, use_reentrant=reentrant).pow(3).sum()
+
+    step(x).backward()
+    torch.testing.assert_close(x.grad, plain_x.grad)
+    for ours, theirs in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_torch_with_other_checkpoints_is_told_of():
+    code = (
+        "import torch.utils.checkpoint as c; del c._CheckpointFrame; import syncbn_cuda, torch;"
+        "layer = syncbn_cuda.FastSyncBatchNorm(3); layer(torch.randn(4, 3)).sum().backward();"
+        "assert layer.num_batches_tracked == 1"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "does not know the activation checkpointing of torch" in done.stderr
+    assert "_CheckpointFrame" in done.stderr
