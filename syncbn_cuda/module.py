@@ -106,8 +106,7 @@ class FastSyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalises a batch; in training together with the other ranks of the group."""
         if isinstance(input, torch.fx.Proxy):  # traced as a leaf, as torch's own layer is
-            tracer = input.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+            return _trace(self, input)
         # Where nn.Module would find them too, after all other places. What a parametrization, a
         # replica or FSDP has put elsewhere is an attribute.
         try:
@@ -138,6 +137,14 @@ class FastSyncBatchNorm(_BatchNorm):
             self,
         )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuses ``torch.jit.script``, which asks this of each module before it changes any."""
+        raise RuntimeError(
+            f"{type(self).__name__}({self.num_features}): torch.jit.script compiles no collective; "
+            "script a copy with plain batch norms, "
+            "torch.jit.script(revert_sync_batchnorm(copy.deepcopy(model)).eval())"
+        )
+
     @classmethod
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: Any | None = None
@@ -146,3 +153,14 @@ class FastSyncBatchNorm(_BatchNorm):
         from syncbn_cuda.convert import convert_sync_batchnorm
 
         return convert_sync_batchnorm(module, process_group)
+
+
+def _trace(layer: FastSyncBatchNorm, input: torch.fx.Proxy) -> torch.fx.Proxy:
+    """Returns what stands for the output of a layer under ``torch.fx``."""
+    tracer = input.tracer
+    if getattr(tracer, "root", None) is layer:
+        raise torch.fx.proxy.TraceError(
+            f"{type(layer).__name__}({layer.num_features}): a layer is a leaf and so has no graph "
+            "of its own: trace a model that holds it, nn.Sequential(layer)"
+        )
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})

@@ -83,3 +83,15 @@ def test_ranks_together_draw_the_pages_of_one_process(monkeypatch: pytest.Monkey
         assert some_images.equal(images[mine])
         assert some_classes.equal(classes[mine])
     assert not pages.draw(seed=3, step=6, pages=range(4))[0].equal(images)
+
+
+UNEQUAL = "examples/unequal_batches.py"
+
+
+@needs(UNEQUAL)
+def test_the_weighting_of_unequal_batches_is_exact() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    lines = run(*torchrun, UNEQUAL).stdout.splitlines()
+    errors = {line.split()[0]: float(line.split()[-1]) for line in lines if "difference" in line}
+    assert errors["weighted_loss"] < 1e-12  # float64
+    assert errors["mean_loss"] > 1e-2  # the comparison can tell

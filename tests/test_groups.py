@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import distributed
 import numpy as np
 import pytest
 import reference
@@ -191,3 +192,74 @@ def test_a_model_never_moved_to_the_gpu_is_told_so(run):
     for word in ("FastSyncBatchNorm(5)", "cpu", "nccl", "cuda()"):
         assert word in message
     assert batches == 0
+
+
+def subgroups_rank(rank):
+    """Groups of consecutive ranks, as torch makes them on all ranks in one order."""
+    group, _ = dist.new_subgroups(2)
+    layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(CHANNELS)), group)[0]
+    layer(random((2, CHANNELS, 4), mean=float(rank)))
+    with pytest.raises(ValueError, match="divisible"):
+        dist.new_subgroups(3)
+    return numpy(layer.running_mean)
+
+
+def test_groups_of_a_size(run):
+    first, second, third, fourth = run(4, subgroups_rank)
+    assert (first == second).all() and (third == fourth).all() and (first != third).all()
+
+
+def absent_rank(rank):
+    """Rank 1 has nothing for the layer, and takes part with an empty batch."""
+    net = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, CHANNELS), FastSyncBatchNorm(CHANNELS))
+    )
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        y = net(x if rank == 0 else x[:0])
+        (y.pow(2).mean() if rank == 0 else y.sum() * 0).backward()
+    return [numpy(p.grad) for p in net.parameters()], numpy(net.module[1].running_mean)
+
+
+def test_a_rank_without_data_takes_part_with_nothing(run):
+    (grads, mean), (other_grads, other_mean) = run(2, absent_rank)
+    assert all(
+        (g == o).all() and g.any() for g, o in zip(grads[-2:], other_grads[-2:], strict=True)
+    )
+    assert (mean == other_mean).all() and mean.any()
+
+
+def batch_statistics_rank(rank):
+    """Without running buffers: together in training, alone in evaluation."""
+    x = random((3, CHANNELS, 4), mean=float(rank))
+    layer = FastSyncBatchNorm(CHANNELS, track_running_stats=False)
+    return numpy(x), numpy(layer(x)), numpy(layer.eval()(x))
+
+
+def test_without_running_buffers(run):
+    ranks = run(2, batch_statistics_rank)
+    together = reference.forward(np.concatenate([x for x, _, _ in ranks])).output
+    assert_close(np.concatenate([y for _, y, _ in ranks]), together, torch.float32)
+    for x, _, evaluated in ranks:
+        assert_close(evaluated, reference.forward(x).output, torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_a_sum_over_ranks_is_all_that_a_backend_needs(backend):
+    """The group may offer nothing else: whatever else is asked of it raises."""
+    first, second = distributed.run(2, sum_alone_rank, backend=backend)
+    assert (first == second).all()
+
+
+def sum_alone_rank(rank):
+    world = dist.group.WORLD
+
+    class SumAlone:
+        allreduce = staticmethod(world.allreduce)
+        size = staticmethod(world.size)
+        name = staticmethod(world.name)
+        _device_types = world._device_types
+
+    layer = FastSyncBatchNorm(CHANNELS, process_group=SumAlone())
+    layer(random((2, CHANNELS, 4), mean=float(rank)).requires_grad_()).pow(2).sum().backward()
+    return numpy(layer.running_mean)
