@@ -107,7 +107,12 @@ class FastSyncBatchNorm(_BatchNorm):
         """Normalises a batch; in training together with the other ranks of the group."""
         if isinstance(input, torch.fx.Proxy):  # traced as a leaf, as torch's own layer is
             tracer = input.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+            path = tracer.path_of_module(self)
+            if type(self).forward is FastSyncBatchNorm.forward:
+                return tracer.create_proxy("call_module", path, (input,), {})
+            # Of a subclass, the rest of its forward is traced as well: a leaf would do it again.
+            layer = tracer.create_proxy("get_attr", path, (), {})
+            return tracer.create_proxy("call_function", _normalise, (layer, input), {})
         # Where nn.Module would find them too, after all other places. What a parametrization, a
         # replica or FSDP has put elsewhere is an attribute.
         try:
@@ -146,3 +151,8 @@ class FastSyncBatchNorm(_BatchNorm):
         from syncbn_cuda.convert import convert_sync_batchnorm
 
         return convert_sync_batchnorm(module, process_group)
+
+
+def _normalise(layer: FastSyncBatchNorm, input: Tensor) -> Tensor:
+    """The part of a subclass's forward that is a leaf of a symbolic trace."""
+    return FastSyncBatchNorm.forward(layer, input)
