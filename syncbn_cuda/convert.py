@@ -61,6 +61,10 @@ def convert_sync_batchnorm(
             a converter, and layers with a ``forward`` or a class of their own. See
             :func:`conversion_report`.
 
+    Note:
+        For quantisation-aware training convert after ``prepare_qat``: it makes the batch norms in
+        fused modules anew, and it does not know converted ones.
+
     Example::
 
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))

@@ -97,7 +97,7 @@ def is_synchronized(module: nn.Module) -> bool:
         False
     """
     return isinstance(module, FastSyncBatchNorm | nn.SyncBatchNorm) or any(
-        cls.__name__ == "SyncBatchNorm" and cls.__module__.startswith("apex.parallel")
+        cls.__name__ == "SyncBatchNorm" and cls.__module__.startswith("apex.parallel.")
         for cls in type(module).__mro__
     )
 
