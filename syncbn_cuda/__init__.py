@@ -4,14 +4,19 @@ __version__ = "0.1.0"
 
 from syncbn_cuda import functional
 from syncbn_cuda._library import build_info, is_cuda_ext_available
+from syncbn_cuda._registry import register_converter
 from syncbn_cuda.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from syncbn_cuda.module import FastSyncBatchNorm
+from syncbn_cuda.report import conversion_report, is_synchronized
 
 __all__ = [
     "FastSyncBatchNorm",
     "build_info",
+    "conversion_report",
     "convert_sync_batchnorm",
     "functional",
     "is_cuda_ext_available",
+    "is_synchronized",
+    "register_converter",
     "revert_sync_batchnorm",
 ]

@@ -3,44 +3,67 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
-from torch.nn.utils import parametrize
 
-from syncbn_cuda._collective import hold_group
+from syncbn_cuda._collective import HeldGroup, hold_group
+from syncbn_cuda._registry import original_of, replacement_of
+from syncbn_cuda._select import Select, select_batch_norms
+from syncbn_cuda._swap import class_of, reason_to_stay, swap_class
 from syncbn_cuda.module import FastSyncBatchNorm
 
-#: Subclasses compute something of their own and are not in here: only these very types are swapped.
-_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-#: Holds what a converted layer was: (its class, whether it had a process group of its own, which).
 _ORIGIN = "_syncbn_origin"
 
 
-def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) -> nn.Module:
+class _Origin(NamedTuple):
+    """What a converted layer was, kept in the layer under ``_ORIGIN``."""
+
+    cls: type[_BatchNorm]
+    replacement: type[FastSyncBatchNorm]
+    had_group: bool  # whether it had an attribute for one
+    group: HeldGroup | None
+
+
+def convert_sync_batchnorm(
+    module: nn.Module, process_group: Any | None = None, *, select: Select | None = None
+) -> nn.Module:
     """Makes every ``BatchNorm1d/2d/3d`` and ``SyncBatchNorm`` of a model a FastSyncBatchNorm.
 
     The very modules get the new class. So parameters, buffers, their types and devices, hooks,
-    extra attributes, ``training``, names, shared layers, and references held elsewhere (an
-    optimizer's, say) all stay as they are, and :func:`revert_sync_batchnorm` is exact. Convert
-    before ``DistributedDataParallel``.
+    parametrizations, extra attributes, ``training``, names, shared layers, and references held
+    elsewhere (an optimizer's, say) all stay as they are, and :func:`revert_sync_batchnorm` is
+    exact. Under ``DistributedDataParallel`` and in what ``fully_shard`` has sharded it works before
+    and after. Subclasses that compute something of their own are converted where there is a
+    converter (:func:`register_converter`); those of timm come with this package.
 
     Args:
         module: the model, or a single layer.
-        process_group: the ranks to normalise over; None for the world, and for a layer that is a
-            ``SyncBatchNorm`` for the group it has.
+        process_group: the ranks to normalise over, also for layers that are FastSyncBatchNorm
+            already. None for the world, and for the group it has in a layer that was synchronised.
+        select: which layers: a predicate ``(name, layer) -> bool``; or a pattern, or several, for
+            the name of a layer or of a module that holds it, with ``*`` and ``?`` as in file names:
+            ``"backbone"`` takes all beneath it. ``"!pattern"`` leaves out, of all layers where no
+            other pattern is given. A shared layer is taken under any of its names, and left out
+            under any.
 
     Returns:
         The same module.
 
     Raises:
-        ValueError: a ``LazyBatchNorm`` has not seen its first input yet; nothing is converted.
+        ValueError: a ``LazyBatchNorm`` has not seen its first input yet, or a pattern matches no
+            batch norm; nothing is converted.
+        TypeError: ``process_group`` or ``select`` is of another kind; nothing is converted.
 
     Warns:
-        UserWarning: names the layers that normalise but are left alone, and why: subclasses, and
-            layers with a ``forward`` or a class of their own.
+        UserWarning: names the layers that are selected but left alone, and why: subclasses without
+            a converter, and layers with a ``forward`` or a class of their own. See
+            :func:`conversion_report`.
+
+    Note:
+        For quantisation-aware training convert after ``prepare_qat``: it makes the batch norms in
+        fused modules anew, and it does not know converted ones.
 
     Example::
 
@@ -48,51 +71,79 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
         >>> model = convert_sync_batchnorm(model)
         >>> model[1]
         FastSyncBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, ...track_running_stats=True)
+        >>> net = nn.ModuleDict({"body": nn.BatchNorm2d(8), "head": nn.BatchNorm1d(8)})
+        >>> convert_sync_batchnorm(net, select="!head")["head"]
+        BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, ...track_running_stats=True)
     """
-    found = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, FastSyncBatchNorm)
-    }
-    for name, layer in found.items():
+    # All that can fail comes before the first change.
+    given = hold_group(process_group)
+    selected = select_batch_norms(module, select)
+    for name, layer in selected.items():
         if isinstance(layer, _LazyNormBase):
             raise ValueError(
-                f"convert_sync_batchnorm: expected {name or 'the module'} to know its number of "
+                f"convert_sync_batchnorm: expected {_named(name)} to know its number of "
                 f"channels, got {type(layer).__name__}: run one batch through the model first"
             )
-    for layer in _swappable(found, _CONVERTED, "convert_sync_batchnorm left alone, unsynchronised"):
-        _convert(layer, process_group)
+    reasons: dict[str, str] = {}
+    origins: dict[_BatchNorm, _Origin] = {}
+    for name, layer in selected.items():
+        if not isinstance(layer, FastSyncBatchNorm):
+            replacement = replacement_or_reason(layer)
+            if isinstance(replacement, str):
+                reasons[name] = replacement
+            else:
+                origins[layer] = _origin(layer, replacement)
+    _warn_of_left("convert_sync_batchnorm", reasons)  # an error, under some filters
+    for layer, origin in origins.items():
+        _convert(layer, origin)
+    if given is not None:
+        for layer in selected.values():
+            if isinstance(layer, FastSyncBatchNorm):
+                layer.process_group = given
     return module
 
 
-def _swappable(
-    found: dict[str, _BatchNorm], swapped: tuple[type, ...], left_alone: str
-) -> list[_BatchNorm]:
-    """Returns the layers whose class may be swapped, and warns of the others by name."""
-    reasons = {name: _reason_to_leave(layer, swapped) for name, layer in found.items()}
-    left = [f"{name or 'the module'} ({reason})" for name, reason in reasons.items() if reason]
-    if left:
-        warnings.warn(f"{left_alone}: {', '.join(left)}", stacklevel=3)
-    return [layer for name, layer in found.items() if reasons[name] is None]
+def replacement_or_reason(layer: _BatchNorm) -> type[FastSyncBatchNorm] | str:
+    """Returns the class that a batch norm would be converted to, or why it would be left."""
+    cls = class_of(layer)
+    return (
+        reason_to_stay(layer)
+        or replacement_of(cls)
+        or f"a subclass, {cls.__name__}, that may compute something of its own: "
+        f"register_converter({cls.__name__}) tells how to convert it"
+    )
 
 
-def _reason_to_leave(layer: _BatchNorm, swapped: tuple[type, ...]) -> str | None:
-    """Why another class would lose what a layer does; None where its class may be swapped."""
-    if parametrize.is_parametrized(layer):
-        return "parametrized, by a class of its own that would be lost"
-    if type(layer) not in swapped:
-        return f"a subclass, {type(layer).__name__}, that may compute something of its own"
-    if "forward" in vars(layer):
-        return "has a forward of its own"
-    return None
+def origin_of(layer: FastSyncBatchNorm) -> type[_BatchNorm] | None:
+    """Returns the class that a layer was converted from, if it was."""
+    origin: _Origin | None = vars(layer).get(_ORIGIN)
+    return None if origin is None else origin.cls
 
 
-def _convert(layer: _BatchNorm, process_group: Any | None) -> None:
-    had_group = "process_group" in vars(layer)
-    had = hold_group(vars(layer).pop("process_group", None))
-    vars(layer)[_ORIGIN] = (type(layer), had_group, had)
-    layer.__class__ = FastSyncBatchNorm
-    vars(layer)["_group"] = had if process_group is None else hold_group(process_group)
+def _named(name: str) -> str:
+    return name or "the module"
+
+
+def _warn_of_left(caller: str, reasons: dict[str, str]) -> None:
+    """Warns, the caller's caller, of the layers that are left alone: names by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(_named(name))
+    if names:
+        left = "; ".join(f"{', '.join(several)} ({reason})" for reason, several in names.items())
+        warnings.warn(f"{caller} left alone: {left}", stacklevel=3)
+
+
+def _origin(layer: _BatchNorm, replacement: type[FastSyncBatchNorm]) -> _Origin:
+    own = vars(layer)
+    group = hold_group(own.get("process_group"))
+    return _Origin(class_of(layer), replacement, "process_group" in own, group)
+
+
+def _convert(layer: _BatchNorm, origin: _Origin) -> None:
+    vars(layer).pop("process_group", None)
+    vars(layer).update({_ORIGIN: origin, "_group": origin.group})
+    swap_class(layer, origin.replacement)
 
 
 def revert_sync_batchnorm(
@@ -108,8 +159,9 @@ def revert_sync_batchnorm(
         The same module, which needs this package no more.
 
     Warns:
-        UserWarning: names the layers that are left alone, and why: subclasses of FastSyncBatchNorm,
-            also those that a parametrization or FSDP2 has made.
+        UserWarning: names the layers that are left alone, and why: those with a ``forward`` of
+            their own, those that FSDP2 has given a class, and subclasses of FastSyncBatchNorm that
+            conversion has not made.
 
     Example::
 
@@ -117,19 +169,37 @@ def revert_sync_batchnorm(
         >>> type(revert_sync_batchnorm(model)[0]).__name__
         'BatchNorm1d'
     """
-    found: dict[str, _BatchNorm] = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, FastSyncBatchNorm)
-    }
-    for layer in _swappable(found, (FastSyncBatchNorm,), "revert_sync_batchnorm left alone"):
-        _revert(layer, default)
+    reasons: dict[str, str] = {}
+    originals: dict[FastSyncBatchNorm, type[_BatchNorm]] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, FastSyncBatchNorm):
+            original = reason_to_stay(layer) or _original_or_reason(layer, default)
+            if isinstance(original, str):
+                reasons[name] = original
+            else:
+                originals[layer] = original
+    _warn_of_left("revert_sync_batchnorm", reasons)
+    for layer, original in originals.items():
+        _revert(layer, original)
     return module
 
 
-def _revert(layer: _BatchNorm, default: type[_BatchNorm]) -> None:
-    original, had_group, group = vars(layer).pop(_ORIGIN, (default, False, None))
-    layer.__class__ = original
+def _original_or_reason(
+    layer: FastSyncBatchNorm, default: type[_BatchNorm]
+) -> type[_BatchNorm] | str:
+    """Returns what a layer was or, where it was made as it is, what it stands for."""
+    cls = class_of(layer)
+    origin: _Origin | None = vars(layer).get(_ORIGIN)
+    if origin is not None and origin.replacement is cls:
+        return origin.cls
+    if origin is None and cls is FastSyncBatchNorm:
+        return default
+    return original_of(cls) or f"a subclass, {cls.__name__}, that conversion does not make"
+
+
+def _revert(layer: FastSyncBatchNorm, original: type[_BatchNorm]) -> None:
+    origin: _Origin | None = vars(layer).pop(_ORIGIN, None)
     del layer._group
-    if had_group:
-        vars(layer)["process_group"] = None if group is None else group.group
+    swap_class(layer, original)
+    if origin is not None and origin.had_group:
+        vars(layer)["process_group"] = None if origin.group is None else origin.group.group

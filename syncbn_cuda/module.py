@@ -157,10 +157,20 @@ class FastSyncBatchNorm(_BatchNorm):
 
 def _trace(layer: FastSyncBatchNorm, input: torch.fx.Proxy) -> torch.fx.Proxy:
     """Returns what stands for the output of a layer under ``torch.fx``."""
-    tracer = input.tracer
+    tracer: Any = input.tracer
     if getattr(tracer, "root", None) is layer:
         raise torch.fx.proxy.TraceError(
             f"{type(layer).__name__}({layer.num_features}): a layer is a leaf and so has no graph "
             "of its own: trace a model that holds it, nn.Sequential(layer)"
         )
-    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
+    path = tracer.path_of_module(layer)
+    if type(layer).forward is FastSyncBatchNorm.forward:
+        return tracer.create_proxy("call_module", path, (input,), {})
+    # Of a subclass, the rest of its forward is traced as well: a leaf would do it again.
+    itself = tracer.create_proxy("get_attr", path, (), {})
+    return tracer.create_proxy("call_function", _normalise, (itself, input), {})
+
+
+def _normalise(layer: FastSyncBatchNorm, input: Tensor) -> Tensor:
+    """The part of a subclass's forward that is a leaf of a symbolic trace."""
+    return FastSyncBatchNorm.forward(layer, input)

@@ -147,7 +147,9 @@ def test_import_leaves_cuda_alone():
     assert done.stdout.strip() == "False", done.stderr
 
 
-@pytest.mark.parametrize("name", ["_library", "convert", "functional", "module"])
+@pytest.mark.parametrize(
+    "name", ["_library", "_registry", "convert", "functional", "module", "report"]
+)
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(f"syncbn_cuda.{name}")
     names = {n: getattr(syncbn_cuda, n) for n in syncbn_cuda.__all__}

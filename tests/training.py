@@ -1,4 +1,4 @@
-"""One training step of a layer in one process, and whether all that comes of it is right."""
+"""Training steps in one process, and whether all that comes of them is right."""
 
 from __future__ import annotations
 
@@ -38,3 +38,21 @@ def check_training_step(x, dy):
     assert_close(layer.running_mean, mean, torch.float32)
     assert_close(layer.running_var, var, torch.float32)
     assert layer.num_batches_tracked == 1
+
+
+def check_same_steps(ours, theirs, x):
+    """Runs two nets in training and evaluation: outputs, gradients and state are the same."""
+    for training in (True, False):
+        results = []
+        for net in (ours, theirs):
+            torch.manual_seed(1)  # for what drops
+            leaf = x.detach().requires_grad_()
+            y = net.train(training)(leaf)
+            y.backward(torch.randn_like(y))
+            results.append([y, leaf.grad, *(p.grad for p in net.parameters())])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+    state = ours.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(state[key], value)

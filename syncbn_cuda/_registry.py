@@ -1,0 +1,166 @@
+"""Which class replaces which batch norm at conversion, and how users add theirs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn_cuda.module import FastSyncBatchNorm
+
+Replacement = TypeVar("Replacement", bound=type[FastSyncBatchNorm])
+
+#: From exact classes: a subclass may compute something of its own.
+_replacements: dict[type[_BatchNorm], type[FastSyncBatchNorm]] = {
+    nn.BatchNorm1d: FastSyncBatchNorm,
+    nn.BatchNorm2d: FastSyncBatchNorm,
+    nn.BatchNorm3d: FastSyncBatchNorm,
+    nn.SyncBatchNorm: FastSyncBatchNorm,
+}
+
+#: What a forward that normalises by itself names, and what one that leads on to ours does.
+_NORMALISES = {"batch_norm", "_BatchNorm", *(cls.__name__ for cls in _replacements)}
+_LEADS_ON = {"super", "FastSyncBatchNorm"}
+
+
+def replacement_of(original: type[_BatchNorm]) -> type[FastSyncBatchNorm] | None:
+    """Returns the class that a layer of exactly this class gets at conversion, if any."""
+    _load_shipped()
+    return _replacements.get(original)
+
+
+def original_of(replacement: type[_BatchNorm]) -> type[_BatchNorm] | None:
+    """Returns the one class that this class replaces; None where there are several or none."""
+    originals = [old for old, new in _replacements.items() if new is replacement]
+    return originals[0] if len(originals) == 1 else None
+
+
+def register_converter(original: type[_BatchNorm]) -> Callable[[Replacement], Replacement]:
+    """Names the class that :func:`~syncbn_cuda.convert_sync_batchnorm` makes of another class.
+
+    Conversion gives a layer of exactly the class ``original`` the decorated class and keeps its
+    attributes, without a call of any ``__init__``. A batch norm whose ``forward`` normalises by
+    ``super().forward`` needs no more than the two classes as bases, in this order::
+
+        @register_converter(BatchNormRelu)
+        class SyncBatchNormRelu(BatchNormRelu, FastSyncBatchNorm):
+            pass
+
+    One that calls ``F.batch_norm`` itself gets a ``forward`` that does the rest of it around
+    ``FastSyncBatchNorm.forward(self, input)``.
+
+    Args:
+        original: a subclass of ``nn.BatchNorm1d/2d/3d`` or ``nn.SyncBatchNorm``. Its own subclasses
+            are not meant; each is registered for itself.
+
+    Returns:
+        A decorator for a subclass of FastSyncBatchNorm, which it returns as it is.
+
+    Raises:
+        TypeError: ``original`` is no batch norm; or the decorated class is no FastSyncBatchNorm,
+            is a ``nn.SyncBatchNorm`` (which ``DistributedDataParallel`` refuses on the CPU), has a
+            ``forward`` that normalises without FastSyncBatchNorm, or differs in its slots.
+        ValueError: the class is converted to another one already. The same class defined anew, as
+            when a notebook cell runs twice, replaces the older one, and so does any class one
+            that comes with this package.
+
+    Example::
+
+        >>> class BatchNormRelu(nn.BatchNorm2d):
+        ...     def forward(self, input):
+        ...         return super().forward(input).relu()
+        >>> @register_converter(BatchNormRelu)
+        ... class SyncBatchNormRelu(BatchNormRelu, FastSyncBatchNorm):
+        ...     pass
+        >>> type(convert_sync_batchnorm(BatchNormRelu(8))).__name__
+        'SyncBatchNormRelu'
+    """
+    if not _is_class(original, _BatchNorm) or issubclass(original, FastSyncBatchNorm):
+        raise TypeError(
+            "register_converter: expected a subclass of torch's batch norms that is no "
+            f"FastSyncBatchNorm, got {_name(original)}"
+        )
+
+    def register(replacement: Replacement) -> Replacement:
+        _check(original, replacement)
+        _load_shipped()
+        known = _replacements.get(original)
+        if known is not None and not _may_replace(known, replacement):
+            raise ValueError(
+                f"register_converter({original.__qualname__}): {_name(known)} is registered for it "
+                f"already, got {_name(replacement)}"
+            )
+        _replacements[original] = replacement
+        return replacement
+
+    return register
+
+
+def _load_shipped() -> None:
+    """Registers the converters for libraries that are in use here, and imports none of these."""
+    if "timm.layers" in sys.modules:
+        importlib.import_module("syncbn_cuda._timm")
+
+
+def _may_replace(known: type, replacement: type) -> bool:
+    shipped = known.__module__.partition(".")[0] == __package__
+    return shipped or _name(known) == _name(replacement)
+
+
+def _check(original: type[_BatchNorm], replacement: type) -> None:
+    problem = None
+    if not _is_class(replacement, FastSyncBatchNorm):
+        problem = "expected a subclass of FastSyncBatchNorm"
+    elif issubclass(replacement, nn.SyncBatchNorm):
+        problem = (
+            "expected no subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on "
+            "the CPU"
+        )
+    elif (culprit := _unsynchronised_forward(replacement)) is not None:
+        problem = (
+            f"{culprit.__qualname__}.forward normalises without FastSyncBatchNorm: expected a "
+            "forward that does the rest of it around FastSyncBatchNorm.forward(self, input)"
+        )
+    else:
+        try:  # on a layer of no consequence: at conversion it would be too late
+            probe: Any = object.__new__(original)
+            probe.__class__ = replacement
+        except TypeError as error:
+            problem = f"a layer cannot change its class: {error}"
+    if problem:
+        raise TypeError(
+            f"register_converter({original.__qualname__}): {problem}, got {_name(replacement)}"
+        )
+
+
+def _unsynchronised_forward(replacement: type) -> type | None:
+    """Returns the class whose forward normalises instead of ours, as far as its names tell."""
+    for cls in replacement.__mro__:
+        forward: Any = vars(cls).get("forward")
+        forward = inspect.unwrap(forward)
+        code = getattr(forward, "__code__", None)
+        if code is None:
+            continue  # has none, or one that cannot be looked into
+        if forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            return cls
+        names = set(code.co_names)
+        if cls is FastSyncBatchNorm or "FastSyncBatchNorm" in names:
+            return None
+        if names & _NORMALISES and not names & _LEADS_ON:
+            return cls
+        if "super" not in names:
+            return None
+    return None
+
+
+def _is_class(cls: object, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base)
+
+
+def _name(cls: object) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else repr(cls)
