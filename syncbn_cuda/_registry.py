@@ -146,8 +146,6 @@ def _unsynchronised_forward(replacement: type) -> type | None:
         code = getattr(forward, "__code__", None)
         if code is None:
             continue  # has none, or one that cannot be looked into
-        if forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-            return cls
         names = set(code.co_names)
         if cls is FastSyncBatchNorm or "FastSyncBatchNorm" in names:
             return None

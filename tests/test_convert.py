@@ -203,6 +203,7 @@ def groups_rank(rank):
     net = Nested()
     net.synced.process_group = other
     convert_sync_batchnorm(net)
+    net = copy.deepcopy(net)  # refused where a layer still had the group itself
     kept = net.synced.process_group is other and net.stem[1].process_group is None
     net = convert_sync_batchnorm(Nested(), own)
     given = all(layer.process_group is own for layer in batch_norms(net).values())
