@@ -164,8 +164,11 @@ def _reentrant_contexts() -> Iterator[Any]:
     """Yields the contexts of the checkpoint functions whose ``forward`` runs, innermost first."""
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("ctx",) and _is_reentrant(frame.f_locals["ctx"]):
-            yield frame.f_locals["ctx"]
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            context = frame.f_locals["ctx"]
+            if _is_reentrant(context):
+                yield context
         frame = frame.f_back
 
 

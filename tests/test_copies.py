@@ -149,11 +149,22 @@ def test_scripting_points_at_reverting(training):
     torch.testing.assert_close(scripted(x), model.eval()(x))
 
 
+def traced(model, x):
+    trace = torch.jit.trace(model, x)
+    return trace, str(trace.inlined_graph)
+
+
+def exported(model, x):
+    program = torch.export.export(model, (x,))
+    return program.module(), str(program.graph)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
-def test_a_trace_in_evaluation_loads_elsewhere():
-    """What was traced in evaluation holds torch's own operators alone."""
+@pytest.mark.parametrize("take", [traced, exported])
+def test_what_was_taken_in_evaluation_needs_this_package_no_more(take):
     model = convert_sync_batchnorm(small_net()).eval()
     x = random((2, 3, 8, 8))
-    traced = torch.jit.trace(model, x)
-    assert "syncbn_cuda::" not in str(traced.inlined_graph)
-    torch.testing.assert_close(traced(x), model(x))
+    taken, graph = take(model, x)
+    assert "batch_norm" in graph
+    assert "syncbn_cuda::" not in graph and "ops.syncbn_cuda" not in graph
+    torch.testing.assert_close(taken(x), model(x))
