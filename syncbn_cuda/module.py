@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_cuda import functional
 from syncbn_cuda._collective import HeldGroup, hold_group, resolve_group
+
+
+@functools.cache  # once a process: DataParallel makes new replicas of every layer at each forward
+def _warn_of_replicas() -> None:
+    warnings.warn(
+        "FastSyncBatchNorm under nn.DataParallel: its replicas are threads of one process, which "
+        "no process group joins, so each device normalises by its own part of the batch; to "
+        "normalise over all of it use DistributedDataParallel, with one process for each device",
+        stacklevel=3,
+    )
 
 
 class FastSyncBatchNorm(_BatchNorm):
@@ -54,6 +66,9 @@ class FastSyncBatchNorm(_BatchNorm):
 
         Copies (``copy.deepcopy``, ``AveragedModel``) share the process group. Pickles
         (``torch.save(model)``) drop it, with a warning, and it can be set again.
+
+        ``nn.DataParallel`` cannot synchronise: there each device normalises by its own part of the
+        batch, and a warning names ``DistributedDataParallel``.
 
     Example::
 
@@ -144,6 +159,11 @@ class FastSyncBatchNorm(_BatchNorm):
             "script a copy with plain batch norms, "
             "torch.jit.script(revert_sync_batchnorm(copy.deepcopy(model)).eval())"
         )
+
+    def _replicate_for_data_parallel(self) -> FastSyncBatchNorm:
+        """Makes a replica for ``nn.DataParallel``, which would else fall short in silence."""
+        _warn_of_replicas()
+        return super()._replicate_for_data_parallel()  # type: ignore[no-any-return]
 
     @classmethod
     def convert_sync_batchnorm(

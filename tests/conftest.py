@@ -54,7 +54,7 @@ def compiled():
     return operators
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run():
     """Starts ranks (distributed.py): here over Gloo, with tensors on the CPU."""
     return distributed.run
