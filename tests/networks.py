@@ -75,12 +75,12 @@ def detector() -> nn.Module:
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:
-    """Makes a network of the same random weights in every process, without a network at hand.
+    """Makes a network of the same random weights in every process, and lets it download nothing.
 
     Some networks start layers with a weight of 0, through which no gradient would pass.
     """
     torch.manual_seed(3)
-    with mock.patch("socket.socket", side_effect=AssertionError("wants to download something")):
+    with mock.patch("socket.getaddrinfo", side_effect=AssertionError("asks for a host")):
         net = build()
     for layer in net.modules():
         if isinstance(layer, _BatchNorm):
