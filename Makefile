@@ -1,15 +1,16 @@
 # The vocabulary of the project: make demo | test | sanitize | mutants | lint | format | bench |
 # gpu-check | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
-# starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), NPROC, DEMO_ARGS,
-# PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, BENCH_OUT, and those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST
-# is unset, the environment's own build is for this machine's GPUs, or without one for a single
-# architecture.
+# starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), EXTRAS (without models where
+# no torchvision fits the torch), NPROC, DEMO_ARGS, PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, BENCH_OUT, and
+# those of the build (setup.py). Where TORCH_CUDA_ARCH_LIST is unset, the environment's own build is for
+# this machine's GPUs, or without one for a single architecture.
 # gpu-check alone uses $(PYTHON) as it is, with the torch that is there, and leaves a report in $(OUT).
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.10
+EXTRAS ?= test,demo,bench,models
 NPROC ?= 4
 OUT ?= build/gpu-check
 BENCH_OUT ?= build/bench
@@ -23,8 +24,11 @@ ARCHS := $(or $(TORCH_CUDA_ARCH_LIST),$(GPU_ARCHS),8.0+PTX)
 # Named after what they depend on besides files, so that a change of it is seen.
 TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell echo '$(TORCH)' | cksum))
 PACKAGE_STAMP := $(VENV)/.package-$(firstword \
-  $(shell echo '$(SYNCBN_CUDA) $(CUDA_HOME) $(ARCHS)' | cksum))
+  $(shell echo '$(SYNCBN_CUDA) $(CUDA_HOME) $(ARCHS) $(EXTRAS)' | cksum))
 DEV_STAMP := $(VENV)/.dev
+
+# Each torchvision takes one torch. Left to itself, pip would fetch the newest of both.
+SAME_TORCH = "torch==$$($(BIN)/python -c 'from importlib.metadata import *; print(version("torch"))')"
 
 # The package's .py files are missing here as an editable install reads them in place.
 BUILD_SOURCES := pyproject.toml setup.py $(wildcard build_support/*.py) syncbn_cuda/__init__.py \
@@ -103,9 +107,9 @@ $(PACKAGE_STAMP) $(DEV_STAMP): export TORCH_CUDA_ARCH_LIST := $(ARCHS)
 $(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_SOURCES)
 	rm -f $(VENV)/.package-*
 	@echo 'Building both libraries, for GPUs of $(ARCHS): a minute or two on two cores'
-	$(BIN)/pip install --no-build-isolation --editable '.[test,demo,bench]'
+	$(BIN)/pip install --no-build-isolation --editable '.[$(EXTRAS)]' $(SAME_TORCH)
 	touch $@
 
 $(DEV_STAMP): $(PACKAGE_STAMP) pyproject.toml
-	$(BIN)/pip install --no-build-isolation --editable '.[dev]'
+	$(BIN)/pip install --no-build-isolation --editable '.[dev]' $(SAME_TORCH)
 	touch $@
