@@ -64,6 +64,10 @@ class FastSyncBatchNorm(_BatchNorm):
         accumulation types and what is deterministic: see
         :func:`syncbn_cuda.functional.sync_batch_norm`.
 
+        In an activation checkpoint, reentrant or not, the recompute takes the statistics of the
+        first pass: it makes no ``all_reduce`` and leaves the buffers alone. Compile such a model
+        as a whole: the recompute of a block that was compiled by itself cannot be told apart.
+
         Copies (``copy.deepcopy``, ``AveragedModel``) share the process group. Pickles
         (``torch.save(model)``) drop it, with a warning, and it can be set again.
 

@@ -8,7 +8,7 @@ import re
 import pytest
 from toolkits import ROOT
 
-TABLES = ("situations.md", "parity.md")
+TABLES = ("situations.md",)
 #: A row's last cell: tests as `file::test`.
 NAMED = re.compile(r"`(test_\w+)::(test_\w+)`")
 
