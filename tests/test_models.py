@@ -61,8 +61,9 @@ def own_images(expected: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 def compare_rank(rank, name, x):
     """Returns for every type and tensor how far it is off, in units of what torch allows itself.
 
-    The unit is what the plain network in float32 is off from the one in float64, or a rounding if
-    that is larger, and for another type in proportion to its roundings.
+    The unit is what the plain network in float32 is off from the one in float64, or what is usual
+    in this network if that is larger (a few values can be near by chance); for another type it is
+    in proportion to the roundings.
     """
 
     def network(dtype, smooth, convert):
@@ -76,9 +77,10 @@ def compare_rank(rank, name, x):
         plain = own_images(results(network(torch.float32, smooth, False), x.float()), rank)
         ours = results(network(dtype, smooth, True), x.to(dtype), rank)
         assert ours.keys() == exact.keys()
+        own = {key: (plain[key] - value).norm() for key, value in exact.items()}
+        usual = torch.stack([own[key] / value.norm() for key, value in exact.items()]).median()
         for key, value in exact.items():
-            rounding = ROUNDING[torch.float32] * value.norm()
-            unit = torch.maximum((plain[key] - value).norm(), rounding)
+            unit = torch.maximum(own[key], usual * value.norm())
             off = (ours[key] - value).norm() / unit
             errors[dtype, key] = (off * ROUNDING[torch.float32] / ROUNDING[dtype]).item()
     return errors
@@ -88,8 +90,7 @@ def compare_rank(rank, name, x):
 def test_ranks_compute_what_one_process_does(run, name):
     x = torch.randn(WORLD * IMAGES, *NETWORKS[name].sample, dtype=torch.float64)
     for errors in run(WORLD, compare_rank, name, x):
-        # The unit is a single draw, which a tensor of few values can have small.
-        wrong = {key: error for key, error in errors.items() if not error <= 8}
+        wrong = {key: error for key, error in errors.items() if not error <= 6}
         assert errors and not wrong
 
 
