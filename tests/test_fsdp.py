@@ -122,7 +122,7 @@ def mixed_rank(rank, x, dy):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_mixed_precision_under_fsdp_is_that_of_one_process(run, dtype):
-    """Parameters and input in a narrow type, buffers in float32: a mixture that torch's CPU refuses."""
+    """Parameters and input in a narrow type, buffers in float32: which torch's CPU refuses."""
     x, dy = random((4, 3, 9, 9), mean=0.3), random((4, 4, 5, 5), dtype)
     exact, narrow = stack().double(), convert_sync_batchnorm(stack()).to(dtype)
     for layer in (narrow[1], narrow[4]):

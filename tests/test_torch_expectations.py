@@ -71,14 +71,16 @@ def train(net, case, rank=None):
     for _ in range(STEPS):
         pieces = [random((2, n, *case.sample), torch.float64, mean=0.3) for n in case.counts]
         x, target = torch.cat(pieces, dim=1) if rank is None else pieces[rank]
-        x = x.contiguous(memory_format=case.memory_format)
+        x = x.contiguous(memory_format=case.memory_format).requires_grad_()
         optimizer.zero_grad()
         y = net(x)
-        assert y.is_contiguous(memory_format=case.memory_format)
-        share = (y - target).pow(2).sum() / sum(case.counts)
-        (share * (1 if rank is None else 2)).backward()  # DDP divides by the ranks
+        share = (y - target).pow(2).flatten(1).mean(1).sum() / sum(case.counts)
+        ranks = 1 if rank is None else 2
+        (share * ranks).backward()  # DDP divides the gradients of parameters by the ranks
         optimizer.step()
-        outputs.append(numpy(y))
+        for tensor in (y, x.grad):
+            assert tensor.is_contiguous(memory_format=case.memory_format)
+        outputs += [numpy(y), numpy(x.grad / ranks)]
     state = {key: numpy(value) for key, value in net.state_dict().items()}
     return outputs, state, [numpy(p.grad) for p in net.parameters()]
 
