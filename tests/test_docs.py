@@ -1,4 +1,4 @@
-"""The tables of the documentation name tests that there are."""
+"""The tables of the documentation name tests that there are, and every case of the parity table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import ast
 import re
 
 import pytest
+import test_parity
 from toolkits import ROOT
 
-TABLES = ("situations.md",)
-#: A row's last cell: tests as `file::test`.
-NAMED = re.compile(r"`(test_\w+)::(test_\w+)`")
+TABLES = ("situations.md", "parity.md")
+#: How the last cell of a row names a test, and a function that is a case of it.
+NAMED = re.compile(r"`(test_\w+)::(test_\w+)(?:\[(\w+)\])?`")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not beside tests/: docs")
 
@@ -19,10 +20,10 @@ def rows(table):
     """Returns the cells of each row of a page's tables, without their headings."""
     lines = [line for line in (ROOT / "docs" / table).read_text().splitlines() if line[:1] == "|"]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in cells if row[-1] not in ("shown by",) and set(row[0]) - set("- |")]
+    return [row for row in cells if row[-1] != "shown by" and set(row[0]) - set("- |")]
 
 
-def names_in(file):
+def functions_of(file):
     path = ROOT / "tests" / f"{file}.py"
     if not path.is_file():
         return set()
@@ -34,10 +35,20 @@ def names_in(file):
 def test_each_row_is_shown_by_tests(table):
     assert len(rows(table)) > 10
     missing = [
-        f"{row[0]}: {file}::{test}"
+        f"{row[0]}: {file}::{name}"
         for row in rows(table)
-        for file, test in NAMED.findall(row[-1])
-        if test not in names_in(file)
+        for file, *names in NAMED.findall(row[-1])
+        for name in names
+        if name and name not in functions_of(file)
     ]
     assert not missing
     assert not [row[0] for row in rows(table) if not NAMED.search(row[-1])]
+
+
+def test_the_parity_table_has_every_case():
+    named = {(test, case) for row in rows("parity.md") for _, test, case in NAMED.findall(row[-1])}
+    for test, table in (
+        ("test_on_two_ranks", test_parity.RANKS_ROWS),
+        ("test_alone", test_parity.ALONE_ROWS),
+    ):
+        assert {row[0].__name__ for row in table} == {case for t, case in named if t == test}
