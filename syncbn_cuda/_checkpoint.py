@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +39,11 @@ try:
     _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
     _graph_task = torch._C._current_graph_task_id
     _node = torch._C._current_autograd_node
+    _outside_functions = torch._C._is_fwd_grad_enabled
     _FRAME = torchs._CheckpointFrame
     _SELECTIVE = (torchs._CachingTorchDispatchMode, torchs._CachedTorchDispatchMode)
-    _modes, _no_modes = dispatch._get_current_dispatch_mode_stack, dispatch._disable_current_modes
+    _modes = dispatch._get_current_dispatch_mode_stack
+    _pop_mode, _push_mode = dispatch._pop_mode, dispatch._push_mode
     _KNOWN = True
 except AttributeError as missing:  # none of these names is public
     _KNOWN = False
@@ -51,28 +54,49 @@ except AttributeError as missing:  # none of these names is public
     )
 
 
+class _Forward(NamedTuple):
+    """What a training forward is known by, and the reduced message that it made."""
+
+    owner: Any  # a weak reference to the layer, if there is one
+    shape: torch.Size
+    grad: bool | None  # whether grad was enabled; None where the first pass does not tell
+    stats: Tensor | None
+
+
+class _Recompute:
+    """A recompute under way, and which forwards of the first pass it has repeated."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.repeated: list[_Forward] = []
+        self.position = 0
+
+
 class _Region:
-    """The training forwards of a checkpoint's first pass, and how far a recompute has come."""
+    """The training forwards of a checkpoint's first pass, and its recomputes."""
 
     def __init__(self) -> None:
-        self._forwards: list[tuple[Any, torch.Size, Tensor | None]] = []
-        self._recompute: Any = None
-        self._position = 0
+        self.forwards: list[_Forward] = []
+        self._recomputes: dict[int, _Recompute] = {}  # by thread
 
-    def keep(self, owner: Any, shape: torch.Size, stats: Tensor | None) -> None:
-        self._forwards.append((owner, shape, stats))
+    def recompute(self, key: Any) -> _Recompute:
+        """Returns the recompute that runs in this thread."""
+        running = self._recomputes.get(threading.get_ident())
+        if running is None or running.key != key:  # as often as the graph is retained
+            running = self._recomputes[threading.get_ident()] = _Recompute(key)
+        return running
 
-    def take(self, recompute: Any, owner: Any, shape: torch.Size) -> tuple[bool, Tensor | None]:
-        """Returns whether the next forward of the first pass was this one, and its message."""
-        if recompute != self._recompute:  # as often as the graph is retained
-            self._recompute, self._position = recompute, 0
-        if self._position == len(self._forwards):
-            return False, None
-        was_owner, was_shape, stats = self._forwards[self._position]
-        if (was_owner, was_shape) != (owner, shape):
-            return False, None
-        self._position += 1
-        return True, stats
+    def take(self, running: _Recompute, known: _Forward) -> _Forward | None:
+        """Returns the forward of the first pass that one of a recompute repeats, if any.
+
+        It passes over what only the first pass did.
+        """
+        for index in range(running.position, len(self.forwards)):
+            if self.forwards[index][:3] == known[:3]:
+                running.position = index + 1
+                running.repeated.append(self.forwards[index])
+                return self.forwards[index]
+        return None
 
 
 _regions: weakref.WeakKeyDictionary[Any, _Region] = weakref.WeakKeyDictionary()
@@ -82,31 +106,65 @@ class Passage:
     """A training forward inside of checkpoints."""
 
     def __init__(self, input: Tensor, owner: torch.nn.Module | None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._shape = input.shape
-        self._kept_for: list[_Region] = []
-        self.is_recompute = False
-        self.stats: Tensor | None = None  # the reduced message of the first pass, in a recompute
+        name = None if owner is None else weakref.ref(owner)
+        self._forward = _Forward(name, input.shape, torch.is_grad_enabled(), None)
+        self._kept_for: list[tuple[_Region, bool]] = []
+        self._repeats: tuple[_Region, _Recompute, _Forward] | None = None
         for checkpoint, recompute in _checkpoints():
+            # A reentrant first pass is without grad, whatever its recompute is.
+            tells = isinstance(checkpoint, _FRAME)
             region = _regions.get(checkpoint)
             if recompute is None:
                 if region is None:
                     region = _regions[checkpoint] = _Region()
-                self._kept_for.append(region)
+                self._kept_for.append((region, tells))
             elif region is not None:
-                self.is_recompute, self.stats = region.take(recompute, self._owner, self._shape)
+                running = region.recompute(recompute)
+                first = region.take(running, self._known(tells))
+                self._repeats = None if first is None else (region, running, first)
                 break
+
+    @property
+    def is_recompute(self) -> bool:
+        return self._repeats is not None
+
+    @property
+    def stats(self) -> Tensor | None:
+        """The reduced message of the first pass, in a recompute."""
+        return None if self._repeats is None else self._repeats[2].stats
 
     def keep(self, stats: Tensor | None) -> None:
         """Keeps the reduced message for the recomputes of this forward."""
-        for region in self._kept_for:
-            region.keep(self._owner, self._shape, stats)
+        for region, tells in self._kept_for:
+            region.forwards.append(self._known(tells)._replace(stats=stats))
+
+    def check(self) -> None:
+        """Checks, once the recompute is through, that it was told which forwards it repeats.
+
+        Raises:
+            RuntimeError: a reentrant checkpoint, whose first pass does not tell forwards with grad
+                from those without, made more of these forwards in its first pass.
+        """
+        if self._repeats is None or self._repeats[2].grad is not None:
+            return
+        region, running, own = self._repeats
+        in_first = sum(forward[:3] == own[:3] for forward in region.forwards)
+        in_recompute = sum(forward[:3] == own[:3] for forward in running.repeated)
+        if in_first != in_recompute:
+            raise RuntimeError(
+                f"a checkpoint with use_reentrant=True called a layer {in_first} times in forward "
+                f"and {in_recompute} times in its recompute, and which of them was repeated cannot "
+                "be told: call it alike in both, or use use_reentrant=False"
+            )
+
+    def _known(self, tells: bool) -> _Forward:
+        return self._forward if tells else self._forward._replace(grad=None)
 
 
 def may_be_around() -> bool:
     """Whether a call may be inside of a checkpoint; quick where it is not, the ordinary case."""
     return _KNOWN and (
-        _top_hooks(False) is not None or not torch.is_grad_enabled() or _graph_task() != -1
+        _top_hooks(False) is not None or not _outside_functions() or _graph_task() != -1
     )
 
 
@@ -115,12 +173,25 @@ def selects() -> bool:
     return any(isinstance(mode, _SELECTIVE) for mode in _modes())
 
 
-def unselected() -> AbstractContextManager[Any]:
-    """Hides a call from selective checkpoints.
+@contextmanager
+def unselected() -> Iterator[None]:
+    """Hides what runs inside from selective checkpoints, though from no other dispatch mode.
 
     They number the calls of each operator, and the recompute of a layer makes fewer.
     """
-    return _no_modes()
+    taken = []
+    while selects():
+        taken.append(_pop_mode())
+    others = [mode for mode in reversed(taken) if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(taken):
+            _push_mode(mode)
 
 
 def _checkpoints() -> Iterator[tuple[Any, Any]]:
@@ -128,16 +199,16 @@ def _checkpoints() -> Iterator[tuple[Any, Any]]:
 
     A recompute comes after the first passes inside of it: those outside of it are not asked for.
     """
-    if not torch.is_grad_enabled():
-        yield from ((context, None) for context in _reentrant_contexts())
+    if not _outside_functions():
+        yield from ((context, None) for context in _running("forward"))
     for pack in _pack_hooks():
         for content in _closure(inspect.unwrap(pack)):
             if isinstance(content, _FRAME):
                 yield content, None
             elif isinstance(content, weakref.ref) and isinstance(content(), _FRAME):
                 yield content(), weakref.ref(pack)
-    node = _node()
-    if _is_reentrant(node):
+    node = _node()  # also while hooks of it run, before its backward
+    if _is_reentrant(node) and any(context is node for context in _running("backward")):
         yield node, _graph_task()
 
 
@@ -160,13 +231,13 @@ def _closure(function: Any) -> list[Any]:
     return contents
 
 
-def _reentrant_contexts() -> Iterator[Any]:
-    """Yields the contexts of the checkpoint functions whose ``forward`` runs, innermost first."""
+def _running(method: str) -> Iterator[Any]:
+    """Yields the contexts of the checkpoint functions whose method runs, innermost first."""
     frame: Any = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            context = frame.f_locals["ctx"]
+        if code.co_name == method and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
             if _is_reentrant(context):
                 yield context
         frame = frame.f_back

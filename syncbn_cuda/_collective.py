@@ -58,7 +58,8 @@ def hold_group(process_group: Any | None) -> HeldGroup | None:
                 "give one of its dimensions, mesh['name']"
             )
         return HeldGroup(process_group.get_group())
-    if not hasattr(process_group, "allreduce") and not _is_no_member(process_group):
+    is_group = hasattr(process_group, "allreduce") and not isinstance(process_group, type)
+    if not is_group and not _is_no_member(process_group):
         raise TypeError(
             "process_group: expected a torch.distributed process group, a DeviceMesh or None, got "
             f"{type(process_group).__name__}: torch.distributed.new_group(ranks) makes a group"

@@ -33,7 +33,7 @@ def _chooser(select: Select | None, names: list[str]) -> Callable[[list[str], _B
     """Returns what tells whether a layer, by all of its names, is meant."""
     if select is None:
         return lambda several, layer: True
-    if not isinstance(select, str) and callable(select):
+    if not isinstance(select, str | type) and callable(select):
         predicate = select
         return lambda several, layer: any(predicate(name, layer) for name in several)
     patterns = [select] if isinstance(select, str) else _strings(select)
@@ -67,7 +67,8 @@ def _strings(select: object) -> list[str]:
 def _matches(name: str, pattern: str) -> bool:
     """Whether the name is matched itself, or that of a module that holds the layer."""
     ends = [i for i, character in enumerate(name) if character == "."]
-    return any(fnmatchcase(name[:end], pattern) for end in (*ends, len(name)))
+    glob = pattern.replace("[", "[[]")  # no set of characters: some names have brackets
+    return any(fnmatchcase(name[:end], glob) for end in (*ends, len(name)))
 
 
 def _some(names: list[str]) -> str:

@@ -24,7 +24,7 @@ def swap_class(layer: nn.Module, cls: type[nn.Module]) -> None:
     if parametrize.is_parametrized(layer):
         own = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
         cls = type(f"Parametrized{cls.__name__}", (cls,), own)
-    layer.__class__ = cls
+    object.__setattr__(layer, "__class__", cls)  # whatever its own __setattr__ does
 
 
 def reason_to_stay(layer: nn.Module) -> str | None:
@@ -33,5 +33,5 @@ def reason_to_stay(layer: nn.Module) -> str | None:
         return "has a forward of its own, which its class does not reach"
     # Where anything is sharded, its module is there.
     if isinstance(layer, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())):
-        return "fully_shard was applied to it and made a class of its own: convert before"
+        return "fully_shard, applied to it, made a class of its own: convert or revert before that"
     return None

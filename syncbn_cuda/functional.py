@@ -239,7 +239,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             passage.keep(stats)
         ctx.save_for_backward(input, weight, stats)
         bias_like_input = bias is not None and bias.dtype is not torch.float32
-        ctx.of_call = (eps, group, bias_like_input, checking)
+        ctx.of_call = (eps, group, bias_like_input, checking, passage)
         if running_mean is None or running_var is None:
             return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
         output = kernels.batch_norm_elemt_running(
@@ -265,7 +265,9 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
     """Returns the gradients of input, weight and bias."""
     input, weight, stats = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    eps, group, bias_like_input, kernels = ctx.of_call
+    eps, group, bias_like_input, kernels, passage = ctx.of_call
+    if passage is not None:
+        passage.check()
     weight_like_input = weight is not None and weight.dtype is not torch.float32
     compiling = kernels is None and torch.compiler.is_compiling()
     # create_graph=True: the same steps in operations that autograd sees through, from

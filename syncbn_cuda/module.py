@@ -84,7 +84,7 @@ class FastSyncBatchNorm(_BatchNorm):
         Ioffe & Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
     """
 
-    _group: HeldGroup | None
+    _group: HeldGroup | None = None
 
     def __init__(
         self,
