@@ -15,6 +15,8 @@ and prints how far the gradients are from those of one process with all of them.
 from __future__ import annotations
 
 import copy
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -75,6 +77,8 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("start it by torchrun --standalone --nproc-per-node 4 examples/unequal_batches.py")
     dist.init_process_group("gloo")
     compare()
     dist.destroy_process_group()  # once no DistributedDataParallel uses it any more

@@ -49,6 +49,8 @@ def check(
             f"expected input of float32, float64, float16 or bfloat16, got {input.dtype}",
             TypeError,
         )
+    if torch.jit.is_tracing():
+        return  # its sizes are no numbers to compare
     channels: Any = shape[1] if owner is None else owner.num_features
     if shape[1] != channels:
         _fail(owner, f"expected input with {channels} channels in dim 1, got {list(shape)}")
@@ -65,9 +67,11 @@ def check(
         if vector.shape != (channels,):
             _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
         if vector.dtype != torch.float32 and vector.dtype != input.dtype:
+            or_input = "" if input.dtype == torch.float32 else f" or of the input's {input.dtype}"
             _fail(
                 owner,
-                f"expected {label} of float32 or of the input's {input.dtype}, got {vector.dtype}",
+                f"expected {label} of float32{or_input}, got {vector.dtype} beside an input "
+                f"of {input.dtype}",
                 TypeError,
             )
         if vector.device != input.device:

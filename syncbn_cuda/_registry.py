@@ -23,6 +23,9 @@ _replacements: dict[type[_BatchNorm], type[FastSyncBatchNorm]] = {
     nn.SyncBatchNorm: FastSyncBatchNorm,
 }
 
+#: Forwards that normalise and do nothing else.
+_TORCHS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
 #: What a forward that normalises by itself names, and what one that leads on to ours does.
 _NORMALISES = {"batch_norm", "_BatchNorm", *(cls.__name__ for cls in _replacements)}
 _LEADS_ON = {"super", "FastSyncBatchNorm"}
@@ -55,8 +58,8 @@ def register_converter(original: type[_BatchNorm]) -> Callable[[Replacement], Re
     ``FastSyncBatchNorm.forward(self, input)``.
 
     Args:
-        original: a subclass of ``nn.BatchNorm1d/2d/3d`` or ``nn.SyncBatchNorm``. Its own subclasses
-            are not meant; each is registered for itself.
+        original: one of torch's batch norms or a subclass of one. Its own subclasses are not meant;
+            each is registered for itself.
 
     Returns:
         A decorator for a subclass of FastSyncBatchNorm, which it returns as it is.
@@ -64,7 +67,8 @@ def register_converter(original: type[_BatchNorm]) -> Callable[[Replacement], Re
     Raises:
         TypeError: ``original`` is no batch norm; or the decorated class is no FastSyncBatchNorm,
             is a ``nn.SyncBatchNorm`` (which ``DistributedDataParallel`` refuses on the CPU), has a
-            ``forward`` that normalises without FastSyncBatchNorm, or differs in its slots.
+            ``forward`` that normalises without FastSyncBatchNorm or leaves out that of
+            ``original``, or differs in its slots.
         ValueError: the class is converted to another one already. The same class defined anew, as
             when a notebook cell runs twice, replaces the older one, and so does any class one
             that comes with this package.
@@ -121,6 +125,11 @@ def _check(original: type[_BatchNorm], replacement: type) -> None:
             "expected no subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on "
             "the CPU"
         )
+    elif _leaves_out(original, replacement):
+        problem = (
+            f"{original.__qualname__}.forward would never be called: expected it as the first base,"
+            f" class {replacement.__name__}({original.__name__}, FastSyncBatchNorm), or a forward"
+        )
     elif (culprit := _unsynchronised_forward(replacement)) is not None:
         problem = (
             f"{culprit.__qualname__}.forward normalises without FastSyncBatchNorm: expected a "
@@ -136,6 +145,11 @@ def _check(original: type[_BatchNorm], replacement: type) -> None:
         raise TypeError(
             f"register_converter({original.__qualname__}): {problem}, got {_name(replacement)}"
         )
+
+
+def _leaves_out(original: Any, replacement: Any) -> bool:
+    """Whether ours is all of the new forward, where the original's was more than torch's."""
+    return replacement.forward is FastSyncBatchNorm.forward and original.forward not in _TORCHS
 
 
 def _unsynchronised_forward(replacement: type) -> type | None:

@@ -33,7 +33,7 @@ def _chooser(select: Select | None, names: list[str]) -> Callable[[list[str], _B
     """Returns what tells whether a layer, by all of its names, is meant."""
     if select is None:
         return lambda several, layer: True
-    if not isinstance(select, str | type) and callable(select):
+    if not isinstance(select, str | type | nn.Module) and callable(select):
         predicate = select
         return lambda several, layer: any(predicate(name, layer) for name in several)
     patterns = [select] if isinstance(select, str) else _strings(select)

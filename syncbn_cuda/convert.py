@@ -34,9 +34,9 @@ def convert_sync_batchnorm(
     The very modules get the new class. So parameters, buffers, their types and devices, hooks,
     parametrizations, extra attributes, ``training``, names, shared layers, and references held
     elsewhere (an optimizer's, say) all stay as they are, and :func:`revert_sync_batchnorm` is
-    exact. Under ``DistributedDataParallel`` and in what ``fully_shard`` has sharded it works before
-    and after. Subclasses that compute something of their own are converted where there is a
-    converter (:func:`register_converter`); those of timm come with this package.
+    exact. It works before and after ``DistributedDataParallel`` and ``fully_shard``, except for a
+    layer that was sharded by itself. Subclasses that compute something of their own are converted
+    where there is a converter (:func:`register_converter`); those of timm come with this package.
 
     Args:
         module: the model, or a single layer.
@@ -52,16 +52,22 @@ def convert_sync_batchnorm(
         The same module.
 
     Raises:
-        ValueError: a ``LazyBatchNorm`` has not seen its first input yet, or a pattern matches no
-            batch norm; nothing is converted.
+        ValueError: a ``LazyBatchNorm`` has not seen its first input yet, a pattern matches no
+            batch norm, there is no pattern, or ``process_group`` is a ``DeviceMesh`` of several
+            dimensions; nothing is converted.
         TypeError: ``process_group`` or ``select`` is of another kind; nothing is converted.
 
     Warns:
         UserWarning: names the layers that are selected but left alone, and why: subclasses without
-            a converter, and layers with a ``forward`` or a class of their own. See
-            :func:`conversion_report`.
+            a converter, and layers with a ``forward`` or a class of their own. Layers that keep
+            running statistics but are none of torch's batch norms, scripted ones for example, are
+            named by :func:`conversion_report` alone.
 
     Note:
+        The converters of torch and timm know nothing of these layers: run afterwards, also by a
+        framework's switch for synchronised batch norm, they put ``nn.SyncBatchNorm`` in their
+        place.
+
         For quantisation-aware training convert after ``prepare_qat``: it makes the batch norms in
         fused modules anew, and it does not know converted ones.
 
@@ -110,7 +116,7 @@ def replacement_or_reason(layer: _BatchNorm) -> type[FastSyncBatchNorm] | str:
         reason_to_stay(layer)
         or replacement_of(cls)
         or f"a subclass, {cls.__name__}, that may compute something of its own: "
-        f"register_converter({cls.__name__}) tells how to convert it"
+        f"give it a converter, by @register_converter({cls.__name__})"
     )
 
 
@@ -121,7 +127,7 @@ def origin_of(layer: FastSyncBatchNorm) -> type[_BatchNorm] | None:
 
 
 def _named(name: str) -> str:
-    return name or "the module"
+    return repr(name) if name else "the module"
 
 
 def _warn_of_left(caller: str, reasons: dict[str, str]) -> None:

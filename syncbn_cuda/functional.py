@@ -14,6 +14,8 @@ from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._plain import evaluate, train_alone
 from syncbn_cuda._tensors import allocate_again, dense
 
+__all__ = ["sync_batch_norm"]
+
 
 def sync_batch_norm(
     input: Tensor,
@@ -62,7 +64,8 @@ def sync_batch_norm(
         ValueError: a shape does not fit, a device differs or is not served by the group's backend,
             or the whole group has a single value a channel. Raised before any collective, except
             for the last where only the collective can tell; then every rank raises.
-        TypeError: a type is not supported.
+        TypeError: a type is not supported, or ``process_group`` is no process group.
+        RuntimeError: a tensor of inference mode would be saved for backward, or written.
 
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to

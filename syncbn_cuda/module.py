@@ -55,8 +55,9 @@ class FastSyncBatchNorm(_BatchNorm):
         - Output: the same shape, type and memory format.
 
     Raises:
-        ValueError: see :func:`syncbn_cuda.functional.sync_batch_norm`.
-        TypeError: likewise.
+        ValueError: ``process_group`` is a ``DeviceMesh`` of several dimensions; in forward see
+            :func:`syncbn_cuda.functional.sync_batch_norm`.
+        TypeError: ``process_group`` is no process group; in forward likewise.
 
     Note:
         Training makes one ``all_reduce`` in forward and one in backward, on every rank whose
@@ -173,7 +174,13 @@ class FastSyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: Any | None = None
     ) -> nn.Module:
-        """Converts a model as :func:`syncbn_cuda.convert_sync_batchnorm` does."""
+        """Converts a model as :func:`syncbn_cuda.convert_sync_batchnorm` does, by torch's name.
+
+        Args:
+            module: the model, or a single layer.
+            process_group: the ranks to normalise over; None for the world. To select layers use
+                the function.
+        """
         from syncbn_cuda.convert import convert_sync_batchnorm
 
         return convert_sync_batchnorm(module, process_group)

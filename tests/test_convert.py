@@ -155,7 +155,7 @@ def test_hooks_of_every_kind_run_as_before(reverted):
 
 def test_a_lazy_layer_is_refused_before_anything_changes():
     net = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
-    with pytest.raises(ValueError, match="expected 1 to know its number of channels"):
+    with pytest.raises(ValueError, match="expected '1' to know its number of channels"):
         convert_sync_batchnorm(net)
     assert type(net[0]) is nn.BatchNorm2d
     net(torch.randn(2, 3, 4, 4))
@@ -186,6 +186,11 @@ def test_a_default_that_is_no_class_of_torchs_changes_nothing(default):
     with pytest.raises(TypeError, match="expected default to be a class of torch's batch norms"):
         revert_sync_batchnorm(net, default)
     assert type(net[0]) is FastSyncBatchNorm
+
+
+def test_torchs_converter_undoes_ours():
+    net = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    assert type(nn.SyncBatchNorm.convert_sync_batchnorm(net)[0]) is nn.SyncBatchNorm
 
 
 def test_state_goes_both_ways():

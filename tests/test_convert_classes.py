@@ -162,7 +162,7 @@ def test_what_computes_something_of_its_own_is_left_and_named():
     with pytest.warns(UserWarning) as caught:
         convert_sync_batchnorm(net)
     (warning,) = caught
-    for text in ("sub, par (a subclass, Unknown", "own (has a forward of its own"):
+    for text in ("'sub', 'par' (a subclass, Unknown", "'own' (has a forward of its own"):
         assert text in str(warning.message)
     assert warning.filename == __file__
     assert type(net["plain"]) is FastSyncBatchNorm
@@ -192,7 +192,7 @@ def test_reverting_leaves_and_names_what_it_would_break():
     net["own"], net["ok"] = Own(3), convert_sync_batchnorm(nn.BatchNorm2d(3))
     x = torch.randn(2, 3, 4, 4)
     before = [layer.eval()(x) for layer in net.values()]
-    message = r"left alone: now_own, own \(a subclass, Own, that conv.*; set \(has a forward of"
+    message = r"left alone: 'now_own', 'own' \(a subclass, Own, .*; 'set' \(has a forward of"
     with pytest.warns(UserWarning, match=message) as caught:
         revert_sync_batchnorm(net)
     assert caught[0].filename == __file__
@@ -245,9 +245,9 @@ def itself_sharded_rank(rank):
     plain, ours = (
         fully_shard(layer(4), mesh=mesh) for layer in (nn.BatchNorm2d, FastSyncBatchNorm)
     )
-    with pytest.warns(UserWarning, match=r"convert.* alone: 0 \(fully_shard, applied to it"):
+    with pytest.warns(UserWarning, match=r"convert.* alone: '0' \(fully_shard, applied to it"):
         convert_sync_batchnorm(nn.Sequential(plain))
-    with pytest.warns(UserWarning, match=r"revert.* alone: 0 \(fully_shard, applied to it"):
+    with pytest.warns(UserWarning, match=r"revert.* alone: '0' \(fully_shard, applied to it"):
         revert_sync_batchnorm(nn.Sequential(ours))
     ours(random((2, 4, 3, 3), mean=float(rank))).sum().backward()
     kept = all(isinstance(layer, FSDPModule) for layer in (plain, ours))

@@ -121,7 +121,7 @@ class Further(BySuper):
 
 def test_a_subclass_of_a_registered_class_has_no_converter():
     net = nn.Sequential(Further(3), nn.ModuleDict({"bn": BySuper(3), "other": Further(3)}))
-    message = r"alone: 0, 1.other \(a subclass, Further, .*register_converter\(Further\) tells"
+    message = r"alone: '0', '1.other' \(a subclass, Further, .*@register_converter\(Further\)"
     with pytest.warns(UserWarning, match=message):
         convert_sync_batchnorm(net)
     assert [type(m) for m in (net[0], *net[1].values())] == [Further, SyncBySuper, Further]
@@ -135,6 +135,11 @@ class Base(nn.BatchNorm2d):
 class NamesItsBase(nn.BatchNorm2d):
     def forward(self, input):
         return nn.BatchNorm2d.forward(self, input).relu()
+
+
+class Relu(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input).relu()
 
 
 class ByAHelper(nn.BatchNorm2d):
@@ -154,6 +159,8 @@ UNFIT = {
     "torch's own": (Base, (FastSyncBatchNorm, nn.SyncBatchNorm), "DistributedDataParallel refuses"),
     "functional": (Base, (Base, FastSyncBatchNorm), "Base.forward normalises without"),
     "base named": (NamesItsBase, (NamesItsBase, FastSyncBatchNorm), "NamesItsBase.forward normal"),
+    "its forward unreached": (Relu, (FastSyncBatchNorm, Relu), "would never be called"),
+    "its forward dropped": (NamesItsBase, (FastSyncBatchNorm,), r"Unfit\(NamesItsBase, Fast"),
     "by a helper": (ByAHelper, (ByAHelper, FastSyncBatchNorm), "ByAHelper.forward normalises"),
     "other layout": (Slotted, (FastSyncBatchNorm,), "a layer cannot change its class: .*layout"),
 }

@@ -66,7 +66,7 @@ def parametrized():
     return parametrize.register_parametrization(layer, "weight", nn.Softplus())
 
 
-SUBCLASS = "a subclass, {0}, that may compute something of its own: register_converter({0}) tells"
+SUBCLASS = "a subclass, {0}, that may compute something of its own: give it a converter"
 BY_ITSELF = ("needs none", "normalises each sample by itself")
 #: name: (layer, class, status, reason), and what status and reason are once it is converted.
 LAYERS = {

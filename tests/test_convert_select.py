@@ -71,7 +71,7 @@ def test_what_is_not_selected_is_no_reason_for_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert_sync_batchnorm(model(), select=["*.bn1", "head"])
-    with pytest.warns(UserWarning, match=r"left alone: backbone.0.bn2 \(a subclass, Unknown"):
+    with pytest.warns(UserWarning, match=r"left alone: 'backbone.0.bn2' \(a subclass, Unknown"):
         convert_sync_batchnorm(model(), select="backbone.0")
 
 
@@ -88,6 +88,7 @@ MISTAKES = {
     "no pattern": ([], ValueError, "expected a pattern or more, got none"),
     "a number": (3, TypeError, r"expected a predicate .*, got int"),
     "a class": (nn.BatchNorm2d, TypeError, r"expected a predicate .*, got type"),
+    "a module": (nn.Linear(2, 2), TypeError, r"expected a predicate .*, got Linear"),
     "layers": ([nn.BatchNorm1d(3)], TypeError, "a pattern of names, or several, got BatchNorm1d"),
 }
 
@@ -107,7 +108,7 @@ def test_a_pattern_for_a_model_without_batch_norms_says_so():
 
 def test_a_lazy_layer_counts_where_it_is_selected():
     net = model()
-    with pytest.raises(ValueError, match="expected neck.lazy to know its number of channels"):
+    with pytest.raises(ValueError, match="expected 'neck.lazy' to know its number of channels"):
         convert_sync_batchnorm(net, select=["neck", "head"])
     assert converted(net) == set()
 
