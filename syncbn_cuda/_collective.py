@@ -13,6 +13,8 @@ from torch.autograd.function import FunctionCtx
 
 _AVAILABLE = dist.is_available()
 _OPTIONS: Any = dist.AllreduceOptions() if _AVAILABLE else None
+#: What ``new_group`` gives to ranks outside of the new group.
+_NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER if _AVAILABLE else object()
 if _AVAILABLE:
     _OPTIONS.asyncOp = False  # True would be a hop between streams
 
@@ -59,17 +61,12 @@ def hold_group(process_group: Any | None) -> HeldGroup | None:
             )
         return HeldGroup(process_group.get_group())
     is_group = hasattr(process_group, "allreduce") and not isinstance(process_group, type)
-    if not is_group and not _is_no_member(process_group):
+    if not is_group and process_group is not _NO_MEMBER:
         raise TypeError(
             "process_group: expected a torch.distributed process group, a DeviceMesh or None, got "
             f"{type(process_group).__name__}: torch.distributed.new_group(ranks) makes a group"
         )
     return HeldGroup(process_group)
-
-
-def _is_no_member(process_group: Any) -> bool:
-    """Whether this is what ``new_group`` gives to ranks outside of the new group."""
-    return _AVAILABLE and process_group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def resolve_group(held: HeldGroup | None) -> Any | None:
@@ -84,7 +81,7 @@ def resolve_group(held: HeldGroup | None) -> Any | None:
     if not (_AVAILABLE and dist.is_initialized()):
         return None
     group: Any = dist.group.WORLD if held is None else held.group
-    if _is_no_member(group):
+    if group is _NO_MEMBER:
         raise ValueError(
             "process_group: this rank is not a member of the group it was given; "
             "give each rank the group that holds it"

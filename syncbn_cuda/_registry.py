@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
@@ -151,9 +151,23 @@ def _unsynchronised_forward(replacement: type) -> type | None:
             return None
         if names & _NORMALISES and not names & _LEADS_ON:
             return cls
-        if "super" not in names:
-            return None
+        if "super" not in names:  # it leads on by other methods, or not at all
+            return None if any(map(_leads_on, _methods(replacement))) else cls
     return None
+
+
+def _methods(replacement: type) -> Iterator[Any]:
+    """Yields what the classes before ours define, besides the forward."""
+    for cls in replacement.__mro__:
+        if cls is FastSyncBatchNorm:
+            return
+        yield from (value for name, value in vars(cls).items() if name != "forward")
+
+
+def _leads_on(method: Any) -> bool:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    names = set(() if code is None else code.co_names)
+    return "forward" in names and bool(names & _LEADS_ON)
 
 
 def _is_class(cls: object, base: type) -> bool:

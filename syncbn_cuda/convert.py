@@ -99,7 +99,7 @@ def convert_sync_batchnorm(
     if given is not None:
         for layer in selected.values():
             if isinstance(layer, FastSyncBatchNorm):
-                layer.process_group = given
+                vars(layer)["_group"] = given
     return module
 
 
@@ -158,6 +158,9 @@ def revert_sync_batchnorm(
     Returns:
         The same module, which needs this package no more.
 
+    Raises:
+        TypeError: ``default`` is no class of torch's batch norms; nothing is changed.
+
     Warns:
         UserWarning: names the layers that are left alone, and why: those with a ``forward`` of
             their own, those that FSDP2 has given a class, and subclasses of FastSyncBatchNorm that
@@ -169,6 +172,13 @@ def revert_sync_batchnorm(
         >>> type(revert_sync_batchnorm(model)[0]).__name__
         'BatchNorm1d'
     """
+    if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
+        default, FastSyncBatchNorm
+    ):
+        raise TypeError(
+            "revert_sync_batchnorm: expected default to be a class of torch's batch norms, as "
+            f"nn.BatchNorm2d, got {default!r}"
+        )
     reasons: dict[str, str] = {}
     originals: dict[FastSyncBatchNorm, type[_BatchNorm]] = {}
     for name, layer in module.named_modules():
@@ -199,7 +209,7 @@ def _original_or_reason(
 
 def _revert(layer: FastSyncBatchNorm, original: type[_BatchNorm]) -> None:
     origin: _Origin | None = vars(layer).pop(_ORIGIN, None)
-    del layer._group
+    vars(layer).pop("_group", None)
     swap_class(layer, original)
     if origin is not None and origin.had_group:
         vars(layer)["process_group"] = None if origin.group is None else origin.group.group

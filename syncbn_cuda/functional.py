@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from syncbn_cuda import _checkpoint, _checks, _composite
 from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
 from syncbn_cuda._library import checking_kernels, kernels_for
+from syncbn_cuda._plain import evaluate, train_alone
 from syncbn_cuda._tensors import allocate_again, dense
 
 
@@ -118,10 +118,13 @@ def batch_norm(
     group: Any | None,
     owner: torch.nn.Module | None,
 ) -> Tensor:
-    """As :func:`sync_batch_norm` with the group resolved (None: alone); errors name the owner."""
+    """As :func:`sync_batch_norm` with the group resolved (None: alone); errors name the owner.
+
+    A layer, the owner, without running buffers evaluates with the statistics of its local batch.
+    """
     if not training:
         _checks.check(input, running_mean, running_var, weight, bias, owner)
-        return _evaluate(input, running_mean, running_var, weight, bias, eps)
+        return evaluate(input, running_mean, running_var, weight, bias, eps, owner)
     buffers = (running_mean, running_var, num_batches_tracked)
     kernels = checking_kernels(input)
     shape = input.shape
@@ -141,7 +144,7 @@ def batch_norm(
                     )
             passage = _checkpoint.Passage(input, owner)
         if kernels is None and _checks.lacks_float64(input):
-            return _train_alone(input, *buffers, weight, bias, momentum, eps, passage)
+            return train_alone(input, *buffers, weight, bias, momentum, eps, passage)
         if passage is not None and passage.is_recompute:
             buffers = (None, None, None)  # the first pass has moved them
         return _SyncBatchNorm.apply(
@@ -155,52 +158,6 @@ def batch_norm(
         _checks.check_call(input, weight, bias, buffers, owner)  # the operators name no layer
         allocate_again(input)
         raise
-
-
-def _train_alone(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    passage: _checkpoint.Passage | None,
-) -> Tensor:
-    """Serves one process on a device without float64, and so without the message, by torch."""
-    if passage is not None:
-        passage.keep(None)
-        if passage.is_recompute and running_mean is not None and running_var is not None:
-            # As many tensors saved as in the first pass, which has moved the buffers.
-            running_mean, running_var = running_mean.clone(), running_var.clone()
-            num_batches_tracked = None
-    if input.numel() == 0:
-        running_mean = running_var = None
-    elif running_mean is not None and num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
-        if momentum is None:
-            momentum = 1.0 / num_batches_tracked.item()
-    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps)
-
-
-def _evaluate(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
-    if running_mean is None or running_var is None:
-        raise ValueError("sync_batch_norm: expected running buffers in evaluation, got None")
-    vectors = (running_mean, running_var, weight, bias)
-    kinds = {v.dtype for v in vectors if v is not None}
-    # torch's kernels take vectors of the input's type, or all of float32 beside a narrower input.
-    if kinds != {input.dtype} and (kinds != {torch.float32} or input.dtype == torch.float64):
-        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-        vectors = tuple(v if v is None else v.to(wide) for v in vectors)  # type: ignore[assignment]
-    return F.batch_norm(input, *vectors, False, 0.0, eps)  # type: ignore[arg-type]
 
 
 class _SyncBatchNorm(torch.autograd.Function):

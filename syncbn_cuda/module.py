@@ -148,7 +148,7 @@ class FastSyncBatchNorm(_BatchNorm):
             running_var,
             weight,
             bias,
-            training or (running_mean is None and running_var is None),
+            training,
             self.momentum,
             self.eps,
             num_batches_tracked if training else None,

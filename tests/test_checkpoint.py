@@ -71,24 +71,6 @@ def test_ranks_exchange_each_message_once(run):
     run(2, messages_rank)
 
 
-def forward_in_a_hook(net, y):
-    y.register_hook(lambda grad: net[0].twice(grad) * 0 + grad)
-
-
-def forward_without_grad(net, y):
-    with torch.no_grad():
-        net(y)
-
-
-@pytest.mark.parametrize("after", [forward_in_a_hook, forward_without_grad])
-@pytest.mark.parametrize("way", ["reentrant", "frames", "reentrant in reentrant"])
-def test_other_forwards_are_forwards(way, after):
-    torch.manual_seed(1)
-    expected = train(through, after=after)
-    torch.manual_seed(1)
-    assert_same(train(WAYS[way], after=after), expected)
-
-
 class Solver(torch.autograd.Function):
     """Not a checkpoint: it runs the layer in backward, for what is no recompute."""
 

@@ -209,6 +209,16 @@ def test_a_layer_that_was_never_anything_else_becomes_the_default():
     assert type(revert_sync_batchnorm(net, nn.BatchNorm3d)[0]) is nn.BatchNorm3d
 
 
+@pytest.mark.parametrize(
+    "default", [nn.Linear, FastSyncBatchNorm, nn.BatchNorm2d(3), "BatchNorm1d"]
+)
+def test_a_default_that_is_no_class_of_torchs_changes_nothing(default):
+    net = nn.Sequential(FastSyncBatchNorm(3))
+    with pytest.raises(TypeError, match="expected default to be a class of torch's batch norms"):
+        revert_sync_batchnorm(net, default)
+    assert type(net[0]) is FastSyncBatchNorm
+
+
 @pytest.mark.parametrize("ours", ["converted", "reverted"])
 @pytest.mark.parametrize("theirs", ["plain", "torch's synchronised"])
 def test_state_goes_both_ways(ours, theirs):

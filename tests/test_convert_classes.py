@@ -245,9 +245,9 @@ def itself_sharded_rank(rank):
     plain, ours = (
         fully_shard(layer(4), mesh=mesh) for layer in (nn.BatchNorm2d, FastSyncBatchNorm)
     )
-    with pytest.warns(UserWarning, match=r"convert.* alone: 0 \(fully_shard was applied"):
+    with pytest.warns(UserWarning, match=r"convert.* alone: 0 \(fully_shard, applied to it"):
         convert_sync_batchnorm(nn.Sequential(plain))
-    with pytest.warns(UserWarning, match=r"revert.* alone: 0 \(fully_shard was applied"):
+    with pytest.warns(UserWarning, match=r"revert.* alone: 0 \(fully_shard, applied to it"):
         revert_sync_batchnorm(nn.Sequential(ours))
     ours(random((2, 4, 3, 3), mean=float(rank))).sum().backward()
     kept = all(isinstance(layer, FSDPModule) for layer in (plain, ours))

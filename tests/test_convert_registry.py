@@ -137,6 +137,14 @@ class NamesItsBase(nn.BatchNorm2d):
         return nn.BatchNorm2d.forward(self, input).relu()
 
 
+class ByAHelper(nn.BatchNorm2d):
+    def normalise(self, input):
+        return F.batch_norm(input, None, None, training=True)
+
+    def forward(self, input):
+        return self.normalise(input).relu()
+
+
 class Slotted(nn.BatchNorm2d):
     __slots__ = ("of_its_own",)
 
@@ -146,6 +154,7 @@ UNFIT = {
     "torch's own": (Base, (FastSyncBatchNorm, nn.SyncBatchNorm), "DistributedDataParallel refuses"),
     "functional": (Base, (Base, FastSyncBatchNorm), "Base.forward normalises without"),
     "base named": (NamesItsBase, (NamesItsBase, FastSyncBatchNorm), "NamesItsBase.forward normal"),
+    "by a helper": (ByAHelper, (ByAHelper, FastSyncBatchNorm), "ByAHelper.forward normalises"),
     "other layout": (Slotted, (FastSyncBatchNorm,), "a layer cannot change its class: .*layout"),
 }
 
@@ -169,6 +178,41 @@ def test_what_leads_to_such_a_forward_or_inherits_it_under_another_name_is_refus
     for unfit in (Around, Renamed):
         with pytest.raises(TypeError, match="forward normalises without FastSyncBatchNorm"):
             register_converter(Base)(unfit)
+
+
+def test_a_helper_may_lead_to_ours(monkeypatch):
+    monkeypatch.setattr(_registry, "_replacements", dict(_registry._replacements))
+
+    @register_converter(ByAHelper)
+    class SyncByAHelper(ByAHelper, FastSyncBatchNorm):
+        def normalise(self, input):
+            return FastSyncBatchNorm.forward(self, input)
+
+    layer = convert_sync_batchnorm(ByAHelper(3))
+    layer(random((4, 3, 5, 5)))
+    assert type(layer) is SyncByAHelper and layer.num_batches_tracked == 1
+
+
+class Frozen(nn.BatchNorm2d):
+    """Refuses what is set once it is made."""
+
+    def __setattr__(self, name, value):
+        if "made" in vars(self):
+            raise AttributeError(f"frozen: {name}")
+        super().__setattr__(name, value)
+
+    def forward(self, input):
+        return super().forward(input)
+
+
+def test_a_layer_that_lets_nothing_be_set(monkeypatch):
+    monkeypatch.setattr(_registry, "_replacements", dict(_registry._replacements))
+    replacement = register_converter(Frozen)(type("SyncFrozen", (Frozen, FastSyncBatchNorm), {}))
+    layer = Frozen(3)
+    vars(layer)["made"] = True
+    assert type(convert_sync_batchnorm(layer)) is replacement
+    layer(random((4, 3, 5, 5)))
+    assert type(revert_sync_batchnorm(layer)) is Frozen and "_group" not in vars(layer)
 
 
 @pytest.mark.parametrize("original", [nn.Linear, nn.InstanceNorm2d, FastSyncBatchNorm, "BN", None])

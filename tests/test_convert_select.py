@@ -62,6 +62,11 @@ def test_a_generator_of_patterns_is_read_once():
     assert converted(net) == {"head.norm"}
 
 
+def test_brackets_are_those_of_a_name():
+    net = nn.ModuleDict({"a[0]": nn.BatchNorm2d(3), "a0": nn.BatchNorm2d(3)})
+    assert converted(convert_sync_batchnorm(net, select="a[0]")) == {"a[0]"}
+
+
 def test_what_is_not_selected_is_no_reason_for_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -82,6 +87,7 @@ MISTAKES = {
     "another layer": ("backbone.0.conv", ValueError, "conv' matches no batch norm"),
     "no pattern": ([], ValueError, "expected a pattern or more, got none"),
     "a number": (3, TypeError, r"expected a predicate .*, got int"),
+    "a class": (nn.BatchNorm2d, TypeError, r"expected a predicate .*, got type"),
     "layers": ([nn.BatchNorm1d(3)], TypeError, "a pattern of names, or several, got BatchNorm1d"),
 }
 

@@ -19,8 +19,9 @@ from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm, revert_sync_b
 CHANNELS = 5
 
 
-def small_net():
-    return nn.Sequential(nn.Conv2d(3, CHANNELS, 3), nn.BatchNorm2d(CHANNELS), nn.ReLU())
+def small_net(**arguments):
+    norm = nn.BatchNorm2d(CHANNELS, **arguments)
+    return nn.Sequential(nn.Conv2d(3, CHANNELS, 3), norm, nn.ReLU())
 
 
 def half_world_rank(rank, make):
@@ -105,7 +106,7 @@ def test_a_mesh_stands_for_its_group(run):
     assert (first == second).all()
 
 
-@pytest.mark.parametrize("wrong", [[0, 1], 2, "world", object], ids=str)
+@pytest.mark.parametrize("wrong", [[0, 1], 2, "world", object, dist.ProcessGroup], ids=str)
 def test_what_is_no_group_is_refused(wrong):
     layer = FastSyncBatchNorm(CHANNELS)
     with pytest.raises(TypeError, match="expected a torch.distributed process group.*new_group"):
@@ -115,6 +116,21 @@ def test_what_is_no_group_is_refused(wrong):
     with pytest.raises(TypeError, match="process_group"):
         convert_sync_batchnorm(bn, wrong)
     assert type(bn) is nn.BatchNorm2d
+
+
+class OfAClass(FastSyncBatchNorm):
+    process_group = None
+
+
+def made_of_torchs_state():
+    layer = FastSyncBatchNorm.__new__(FastSyncBatchNorm)
+    layer.__setstate__(vars(nn.SyncBatchNorm(CHANNELS)))
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: OfAClass(CHANNELS), made_of_torchs_state])
+def test_a_layer_that_was_never_given_a_group_has_none(make):
+    assert make()(random((2, CHANNELS, 4))).shape == (2, CHANNELS, 4)
 
 
 def test_averaging_and_its_statistics():
@@ -161,8 +177,11 @@ def exported(model, x):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
 @pytest.mark.parametrize("take", [traced, exported])
-def test_what_was_taken_in_evaluation_needs_this_package_no_more(take):
-    model = convert_sync_batchnorm(small_net()).eval()
+@pytest.mark.parametrize(
+    "lacking", [{}, {"track_running_stats": False}, {"affine": False}], ids=str
+)
+def test_what_was_taken_in_evaluation_needs_this_package_no_more(lacking, take):
+    model = convert_sync_batchnorm(small_net(**lacking)).eval()
     x = random((2, 3, 8, 8))
     taken, graph = take(model, x)
     assert "batch_norm" in graph

@@ -17,10 +17,15 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not beside
 
 
 def rows(table):
-    """Returns the cells of each row of a page's tables, without their headings."""
-    lines = [line for line in (ROOT / "docs" / table).read_text().splitlines() if line[:1] == "|"]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in cells if row[-1] != "shown by" and set(row[0]) - set("- |")]
+    """Returns the cells of each row of the tables whose last column says what shows it."""
+    text = (ROOT / "docs" / table).read_text()
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if line[:1] == "|"]
+        cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+        if cells and cells[0][-1] == "shown by":
+            found += cells[2:]
+    return found
 
 
 def functions_of(file):

@@ -9,8 +9,11 @@ from test_checkpoint import (  # noqa: F401
     test_a_second_derivative,
     test_checkpoints_under_ddp,
     test_it_computes_what_it_does_without,
-    test_other_forwards_are_forwards,
     test_ranks_exchange_each_message_once,
+)
+from test_checkpoint_forwards import (  # noqa: F401
+    test_forwards_with_and_without_grad_in_a_region,
+    test_other_forwards_are_forwards,
 )
 
 pytestmark = gpu.MARKS
