@@ -83,8 +83,21 @@ def test_everything_but_the_class_stays():
 
 def test_conversion_changes_no_value():
     plain = Nested().double()
-    net = convert_sync_batchnorm(copy.deepcopy(plain))
-    check_same_steps(net, plain, torch.randn(4, 3, 9, 9, dtype=torch.float64))
+    net = copy.deepcopy(plain)
+    for step in (convert_sync_batchnorm, revert_sync_batchnorm):
+        check_same_steps(step(net), plain, torch.randn(4, 3, 9, 9, dtype=torch.float64))
+
+
+def refusals(layer):
+    """Returns what a layer says to inputs of 1 to 6 dimensions, "" where it takes them."""
+    said = []
+    for dims in range(1, 7):
+        try:
+            layer(torch.randn(2, 3, *[2] * (dims - 2)) if dims > 1 else torch.randn(3))
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.parametrize(
@@ -94,7 +107,10 @@ def test_a_root_that_is_itself_a_batch_norm(layer):
     module = layer(3)
     assert convert_sync_batchnorm(module) is module and type(module) is FastSyncBatchNorm
     assert type(FastSyncBatchNorm.convert_sync_batchnorm(module)) is FastSyncBatchNorm
+    assert refusals(module)[1:] == [""] * 5
     assert type(revert_sync_batchnorm(module)) is layer
+    # Torch's synchronised layer refuses the CPU in training.
+    assert refusals(module.eval()) == refusals(layer(3).eval())
 
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])
@@ -153,14 +169,29 @@ def test_hooks_of_every_kind_run_as_before(reverted):
     assert ran[ours] == ran[plain] and len(ran[plain]) == 11
 
 
-def test_a_lazy_layer_is_refused_before_anything_changes():
-    net = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_lazy_layer_is_refused_before_anything_changes(dims):
+    plain = getattr(nn, f"BatchNorm{dims}d")
+    net = nn.Sequential(plain(3), getattr(nn, f"LazyBatchNorm{dims}d")())
+    text, kept = repr(net), [[*vars(layer)] for layer in net]
     with pytest.raises(ValueError, match="expected '1' to know its number of channels"):
         convert_sync_batchnorm(net)
-    assert type(net[0]) is nn.BatchNorm2d
-    net(torch.randn(2, 3, 4, 4))
+    assert type(net[0]) is plain and repr(net) == text
+    assert [[*vars(layer)] for layer in net] == kept
+    net(torch.randn(2, 3, *[4] * dims))
     convert_sync_batchnorm(net)
-    assert type(net[1]) is FastSyncBatchNorm
+    assert type(net[1]) is FastSyncBatchNorm and net[1].num_batches_tracked == 1
+    assert type(revert_sync_batchnorm(net)[1]) is plain
+
+
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_instance_norm_stays(dims, track):
+    build = getattr(nn, f"InstanceNorm{dims}d")
+    plain = nn.Sequential(build(3, affine=True, track_running_stats=track))
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    assert type(net[0]) is build and repr(net) == repr(plain)
+    check_same_steps(net, plain, torch.randn(2, 3, *[4] * dims))
 
 
 def test_converting_twice_and_a_model_without_batch_norm():
@@ -193,12 +224,24 @@ def test_torchs_converter_undoes_ours():
     assert type(nn.SyncBatchNorm.convert_sync_batchnorm(net)[0]) is nn.SyncBatchNorm
 
 
-def test_state_goes_both_ways():
-    ours = convert_sync_batchnorm(Nested())
-    plain, torchs = Nested(), nn.SyncBatchNorm.convert_sync_batchnorm(Nested())
-    for other in (plain, torchs):
-        other.load_state_dict(ours.state_dict())
-        ours.load_state_dict(other.state_dict())
+@pytest.mark.parametrize("ours", ["converted", "reverted"])
+@pytest.mark.parametrize("theirs", ["plain", "torch's synchronised"])
+def test_state_goes_both_ways(ours, theirs):
+    net, other = convert_sync_batchnorm(Nested().eval()), Nested().eval()
+    if ours == "reverted":
+        revert_sync_batchnorm(net)
+    if theirs != "plain":
+        other = nn.SyncBatchNorm.convert_sync_batchnorm(other)
+    x = torch.randn(4, 3, 9, 9)
+    for source, target in ((net, other), (other, net)):
+        before = target(x)
+        for tensor in source.state_dict().values():
+            tensor.add_(1)
+        target.load_state_dict(source.state_dict())
+        for key, value in source.state_dict().items():
+            assert torch.equal(target.state_dict()[key], value), key
+        torch.testing.assert_close(target(x), source(x))
+        assert not torch.allclose(target(x), before)
 
 
 def test_save_and_load(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import distributed
@@ -11,6 +12,7 @@ import reference
 import torch
 import torch.distributed as dist
 from inputs import assert_close, numpy, random
+from test_distributed import assert_is_global, shards, train_layer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,30 +22,28 @@ from syncbn_cuda.functional import sync_batch_norm
 CHANNELS = 5
 
 
-def group_rank(rank):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layer = FastSyncBatchNorm(CHANNELS, process_group=groups[rank // 2])
-    x = random((2, CHANNELS, 4), mean=float(rank))
-    layer(x)  # the first call also connects the ranks
+def group_rank(rank, pieces):
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    connected, layer = (FastSyncBatchNorm(CHANNELS, process_group=group) for _ in range(2))
+    train_layer(connected, *pieces[rank])  # the first call also connects the ranks
     dist.barrier()
     if rank >= 2:
         time.sleep(3)
     start = time.monotonic()
-    y = layer(x)
+    step = train_layer(layer, *pieces[rank])
     elapsed = time.monotonic() - start
     foreign = FastSyncBatchNorm(CHANNELS, process_group=dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(ValueError, match="not a member of the group"):
         foreign(torch.randn(2, CHANNELS))
-    return numpy(y), numpy(layer.running_mean), elapsed
+    return step, elapsed
 
 
 def test_groups_talk_among_themselves(run):
-    ranks = run(4, group_rank)
-    for pair in (ranks[:2], ranks[2:]):
-        together = np.concatenate([y for y, _, _ in pair])
-        assert abs(together.mean()) < 1e-6 and pair[0][1].tobytes() == pair[1][1].tobytes()
-    assert not np.allclose(ranks[0][1], ranks[2][1])
-    assert ranks[0][2] < 2 and ranks[1][2] < 2, "a rank waited for another group"
+    pieces = shards((2, 3, 1, 4), tail=(4,))
+    steps, seconds = zip(*run(4, group_rank, pieces), strict=True)
+    for pair in (slice(0, 2), slice(2, 4)):
+        assert_is_global(steps[pair], pieces[pair], torch.float32)
+    assert max(seconds[:2]) < 2, "a rank waited for another group"
 
 
 def alone_rank(rank):
@@ -62,16 +62,39 @@ def test_evaluation_makes_no_collective(run):
     assert run(2, alone_rank) == [True, True]
 
 
-def uneven_rank(rank):
-    layer = FastSyncBatchNorm(CHANNELS)
-    x = random((2, CHANNELS, 4)).requires_grad_(rank == 0)
-    layer.weight.requires_grad_(rank == 0)
-    layer(x).pow(2).sum().backward()
-    return x.grad is None, layer.weight.grad is None, layer.bias.grad is not None
+#: What a rank may need gradients of: at least something, or it would have no backward.
+NEEDS = [needs for needs in itertools.product([True, False], repeat=3) if any(needs)]
 
 
-def test_ranks_that_need_different_gradients_do_not_hang(run):
-    assert run(2, uneven_rank) == [(False, False, True), (True, True, True)]
+def uneven_rank(rank, pieces):
+    """Steps for every two sets of gradients that two ranks may need; None where none was asked."""
+    x, dy = pieces[rank]
+    steps = []
+    for pair in itertools.product(NEEDS, repeat=2):
+        layer = FastSyncBatchNorm(CHANNELS, dtype=torch.float64)
+        leaves = (x.detach().clone(), layer.weight, layer.bias)
+        for leaf, needed in zip(leaves, pair[rank], strict=True):
+            leaf.requires_grad_(needed)
+        layer(leaves[0]).backward(dy)
+        steps.append([None if leaf.grad is None else numpy(leaf.grad) for leaf in leaves])
+    return steps
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (4, 0)], ids=str)
+def test_ranks_that_need_different_gradients_do_not_hang(run, counts):
+    pieces = shards(counts, torch.float64, tail=(4,))
+    x, dy = (np.concatenate([numpy(piece[i]) for piece in pieces]) for i in range(2))
+    output, grads = reference.forward(x).output, reference.backward(dy, x)
+    samples = np.split(np.arange(sum(counts)), [counts[0]])
+    for rank, steps in enumerate(run(2, uneven_rank, pieces)):
+        own = dy[samples[rank]]
+        weight = (own * output[samples[rank]]).sum((0, 2))
+        expected = (grads.input[samples[rank]], weight, own.sum((0, 2)))
+        for pair, got in zip(itertools.product(NEEDS, repeat=2), steps, strict=True):
+            assert [grad is not None for grad in got] == [*pair[rank]]
+            for grad, right in zip(got, expected, strict=True):
+                if grad is not None:
+                    assert_close(grad, right, torch.float64, scale=float(np.abs(dy).sum()))
 
 
 def count_rank(rank):
@@ -150,48 +173,39 @@ def test_an_empty_head_under_ddp(run):
     assert run(2, empty_roi_rank) == [True, True]
 
 
-def lifecycle_rank(rank):
-    layer = FastSyncBatchNorm(CHANNELS)
-    x = random((2, CHANNELS, 4), mean=float(rank))
-    together = layer(x)
+def lifecycle_rank(rank, pieces, folder):
+    """Trains alone, in a world, alone, in another world; with layers made then or any time before.
+
+    Returns the steps of each such time.
+    """
     dist.barrier()
     dist.destroy_process_group()
-    alone = layer(x)
-    assert_close(alone, reference.forward(numpy(x)).output, torch.float32)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return not torch.equal(together, alone)
+    layers, times = [], []
+    for world in (None, "first", None, "second"):
+        if world is not None:
+            store = dist.FileStore(f"{folder}/{world}", 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        layers.append(FastSyncBatchNorm(CHANNELS))
+        for layer in layers:
+            layer.zero_grad()
+            layer.reset_running_stats()
+        times.append([train_layer(layer, *pieces[rank]) for layer in layers])
+        if world == "first":
+            dist.barrier()
+            dist.destroy_process_group()
+    return times
 
 
-def test_the_group_is_looked_up_at_each_forward(run):
-    assert run(2, lifecycle_rank) == [True, True]
-
-
-def unserved_rank(rank):
-    """A group with no CPU backend, as NCCL's: the layer refuses before any collective."""
-
-    class CudaOnly:
-        _device_types = [torch.device("cuda")]
-
-        def name(self):
-            return "nccl"
-
-        def allreduce(self, tensors, options):
-            raise AssertionError("reached the collective")
-
-    layer = FastSyncBatchNorm(CHANNELS)
-    with pytest.raises(ValueError) as raised:
-        functional.batch_norm(
-            *(torch.randn(2, CHANNELS), layer.running_mean, layer.running_var),
-            *(None, None, True, 0.1, 1e-5, None, CudaOnly(), layer),
-        )
-    return str(raised.value), layer.num_batches_tracked.item()
-
-
-def test_a_model_never_moved_to_the_gpu_is_told_so(run):
-    (message, batches), *_ = run(1, unserved_rank)
-    for word in ("FastSyncBatchNorm(5)", "cpu", "nccl", "cuda()"):
-        assert word in message
-    assert batches == 0
+def test_the_group_is_looked_up_at_each_forward(run, tmp_path):
+    pieces = shards((2, 3), tail=(4,))
+    ranks = run(2, lifecycle_rank, pieces, str(tmp_path))
+    for index, time_of_both in enumerate(zip(*ranks, strict=True)):
+        for steps in zip(*time_of_both, strict=True):
+            if index % 2:
+                assert_is_global(steps, pieces, torch.float32)
+            else:
+                for step, piece in zip(steps, pieces, strict=True):
+                    assert_is_global([step], [piece], torch.float32)
 
 
 def subgroups_rank(rank):

@@ -2,86 +2,121 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import reference
 import torch
-from inputs import DTYPES, assert_close, numpy, random
+from inputs import DTYPES, ROUNDING, assert_close, numpy, random
+from test_distributed import assert_is_global, train_batches, train_layer, train_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm
 
 CHANNELS = 5
 
 
-def step_rank(rank, pieces, dtype):
-    layer = FastSyncBatchNorm(pieces[rank].shape[1]).to(dtype)
-    x = pieces[rank].requires_grad_()
-    y = layer(x)
-    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
-    return numpy(y), numpy(x.grad), numpy(layer.running_mean), numpy(layer.running_var)
+def with_slope(inputs):
+    """Puts a gradient of both signs beside each rank's input."""
+    slopes = (torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in inputs)
+    return [*zip(inputs, slopes, strict=True)]
 
 
-@pytest.mark.parametrize("counts", [(4, 4), (13, 0), (6, 7)], ids=str)
-def test_constant_channels_become_zero_over_ranks(run, counts):
-    values = 10.0 ** torch.arange(11) * torch.tensor([1.0, 1 / 3])[:, None]
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_constant_channels_become_zero_over_ranks(run, dtype, layout):
+    values = 10.0 ** torch.arange(11, dtype=dtype) * torch.tensor([1.0, 1 / 3, -1.0])[:, None]
     values = values.flatten()[None, :, None]
-    pieces = [values.repeat(count, 1, 15) for count in counts]
-    for y, dx, mean, var in run(2, step_rank, pieces, torch.float32):
-        assert (np.abs(y) < 1e-2).all() and np.isfinite(dx).all()
-        assert np.isfinite(mean).all() and (var >= 0).all()
-
-
-@pytest.mark.parametrize("mean", [5.0, 1e2, 1e3, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_large_mean_with_a_small_spread(run, dtype, mean):
-    """Each rank has its own mean, large beside the spread; what the type can hold of it counts."""
-    pieces = [
-        random((8, CHANNELS, 6, 6), mean=mean * (1 + rank / 8), std=0.1).to(dtype)
-        for rank in range(2)
+    batches = [
+        with_slope([values.repeat(count, 1, 15) for count in counts])
+        for counts in ((4, 4), (13, 0), (6, 7))
     ]
-    batch = reference.forward(np.concatenate([numpy(x) for x in pieces]))
-    ranks = run(2, step_rank, pieces, torch.float32 if dtype != torch.float64 else dtype)
-    assert_close(np.concatenate([rank[0] for rank in ranks]), batch.output, dtype)
-    _, var = reference.running(np.zeros(CHANNELS), np.ones(CHANNELS), batch, 0.1)
-    np.testing.assert_allclose(ranks[0][3], var, rtol=1e-6)
+    for rank in itertools.chain(*train_batches(run, batches, layout=layout)):
+        assert (np.abs(rank["y"]) < 1e-2).all()
+        assert all(np.isfinite(array).all() for array in tree_leaves(rank))
+        assert (rank["state"]["running_var"] >= 0).all()
 
 
-def test_no_variance_is_negative_or_far_off():
-    """10,000 channels, each with a mean and a spread of its own, up to mean / std of 1e5."""
+@pytest.mark.parametrize("drift", [0.125, 0.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_large_mean_with_a_small_spread(run, dtype, drift):
+    """Of either sign, the same on both ranks or not; what the type can hold of it counts."""
+    signs = (-1.0) ** torch.arange(CHANNELS).view(-1, 1, 1)
+    batches = []
+    for mean in (5.0, 1e2, 1e3, 1e4):
+        means = (mean, mean * (1 + drift))
+        inputs = [signs * random((8, CHANNELS, 6, 6), mean=mean, std=0.1) for mean in means]
+        batches.append(with_slope([x.to(dtype) for x in inputs]))
+    parameters = torch.float64 if dtype == torch.float64 else torch.float32
+    steps = train_batches(run, batches, dtype=parameters)
+    for pieces, ranks in zip(batches, steps, strict=True):
+        batch = reference.forward(np.concatenate([numpy(x) for x, _ in pieces]))
+        lost = 2.0**-52 * (batch.mean**2 / (batch.var + 1e-5)).max()  # of the variance
+        assert_is_global(ranks, pieces, dtype, 8.0 + lost / ROUNDING[dtype])
+        _, var = reference.running(np.zeros(CHANNELS), np.ones(CHANNELS), batch, 0.1)
+        np.testing.assert_allclose(ranks[0]["state"]["running_var"], var, rtol=1e-6)
+
+
+def variance_rank(rank, pieces):
+    x, dy = pieces[rank]
+    return train_layer(FastSyncBatchNorm(x.shape[1], momentum=1.0), x, dy)
+
+
+@pytest.mark.parametrize("counts", [(64,), (31, 33)], ids=str)
+def test_no_variance_is_negative_or_far_off(run, counts):
+    """10,000 channels, each with a mean and a spread of its own, up to mean / std of 1e5.
+
+    Over ranks, their means are about a spread apart, too.
+    """
     channels = 10_000
-    mean = 10 ** (torch.rand(channels, dtype=torch.float64) * 7 - 3)
-    std = mean * 10 ** -(torch.rand(channels, dtype=torch.float64) * 5)
-    x = (mean + std * torch.randn(64, channels, dtype=torch.float64)).float()
-    layer = FastSyncBatchNorm(channels, momentum=1.0)
-    assert layer(x).isfinite().all()
-    expected = numpy(x).var(0, ddof=1)
-    assert (numpy(layer.running_var) >= 0).all()
-    np.testing.assert_allclose(numpy(layer.running_var), expected, rtol=1e-3)
+    wide = {"dtype": torch.float64}
+    mean = 10 ** (torch.rand(channels, **wide) * 7 - 3)
+    std = mean * 10 ** -(torch.rand(channels, **wide) * 5)
+    inputs = [
+        mean + std * (rank * torch.randn(channels, **wide) + torch.randn(count, channels, **wide))
+        for rank, count in enumerate(counts)
+    ]
+    pieces = with_slope([x.float() for x in inputs])
+    ranks = run(len(counts), variance_rank, pieces)
+    expected = np.concatenate([numpy(x) for x, _ in pieces]).var(0, ddof=1)
+    for rank in ranks:
+        assert np.isfinite(rank["y"]).all() and np.isfinite(rank["dx"]).all()
+        assert (rank["state"]["running_var"] >= 0).all()
+        np.testing.assert_allclose(rank["state"]["running_var"], expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_batch_that_is_not_finite_does_what_it_does_to_batch_norm(run, bad):
-    pieces = [random((4, CHANNELS, 6)) for _ in range(2)]
-    pieces[1][2, 3, 1] = bad
-    plain = nn.BatchNorm1d(CHANNELS)
-    y = numpy(plain(torch.cat(pieces)))
-    ranks = run(2, step_rank, pieces, torch.float32)
-    got = np.concatenate([rank[0] for rank in ranks])
-    assert (np.isfinite(got) == np.isfinite(y)).all() and not np.isfinite(got[:, 3]).any()
-    for buffer, theirs in ((2, plain.running_mean), (3, plain.running_var)):
-        ours = ranks[0][buffer]
-        assert (np.isfinite(ours) == np.isfinite(numpy(theirs))).all()
-        assert ours.tobytes() == ranks[1][buffer].tobytes()
+    inputs = [random((4, CHANNELS, 6)) for _ in range(2)]
+    inputs[1][2, 3, 1] = bad
+    pieces = with_slope(inputs)
+    theirs = train_layer(nn.BatchNorm1d(CHANNELS), *map(torch.cat, zip(*pieces, strict=True)))
+    ranks = run(2, train_rank, pieces)
+    for name in ("y", "dx"):
+        got = np.concatenate([rank[name] for rank in ranks])
+        assert (np.isfinite(got) == np.isfinite(theirs[name])).all()
+        assert (np.isfinite(got).all((0, 2)) == (np.arange(CHANNELS) != 3)).all()
+        assert not np.isfinite(got[:, 3]).any()
+    for rank in ranks:
+        for ours, plain in zip(rank["grads"], theirs["grads"], strict=True):
+            assert (np.isfinite(ours) == np.isfinite(plain)).all()
+        for name in ("running_mean", "running_var"):
+            ours = rank["state"][name]
+            assert (np.isfinite(ours) == np.isfinite(theirs["state"][name])).all()
+            assert ours.tobytes() == ranks[0]["state"][name].tobytes()
 
 
 def test_the_buffer_of_two_values_is_their_unbiased_variance(run):
-    pieces = [torch.full((1, CHANNELS, 1, 1), value) for value in (1.0, 4.0)]
-    for y, _, mean, var in run(2, step_rank, pieces, torch.float32):
-        np.testing.assert_allclose(np.abs(y), 1, rtol=1e-5)  # biased where it normalises
-        np.testing.assert_allclose(mean, 0.1 * 2.5, rtol=1e-6)
-        np.testing.assert_allclose(var, 0.9 + 0.1 * (1.5**2 * 2) / 1, rtol=1e-6)
+    pieces = with_slope([torch.full((1, CHANNELS, 1, 1), value) for value in (1.0, 4.0)])
+    for rank in run(2, train_rank, pieces):
+        # Biased where it normalises.
+        np.testing.assert_allclose(np.abs(rank["y"]), 1, rtol=1e-5)
+        np.testing.assert_allclose(rank["state"]["running_mean"], 0.1 * 2.5, rtol=1e-6)
+        unbiased = 0.9 + 0.1 * (1.5**2 * 2) / 1
+        np.testing.assert_allclose(rank["state"]["running_var"], unbiased, rtol=1e-6)
 
 
 def classify(net, x, classes, scale=1.0):
