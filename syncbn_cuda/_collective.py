@@ -78,6 +78,7 @@ def resolve_group(held: HeldGroup | None) -> Any | None:
     Raises:
         ValueError: this rank is not a member of the group.
     """
+    # Asked first, as the compiler of torch 2.11 takes a world that is None for a group.
     if not (_AVAILABLE and dist.is_initialized()):
         return None
     group: Any = dist.group.WORLD if held is None else held.group
