@@ -33,6 +33,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint as torchs
 
+from syncbn_cuda._checks import fail
+
 try:
     _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -64,12 +66,31 @@ class _Forward(NamedTuple):
 
 
 class _Recompute:
-    """A recompute under way, and which forwards of the first pass it has repeated."""
+    """A recompute under way: which forwards of the first pass it has repeated, and how far."""
 
-    def __init__(self, key: Any) -> None:
+    def __init__(self, key: Any, forwards: list[_Forward]) -> None:
         self.key = key
-        self.repeated: list[_Forward] = []
-        self.position = 0
+        self._forwards = forwards
+        self._repeated: list[_Forward] = []
+        self._position = 0
+
+    def take(self, known: _Forward) -> _Forward | None:
+        """Returns the forward of the first pass that this one repeats, if any.
+
+        It passes over what only the first pass did.
+        """
+        for index in range(self._position, len(self._forwards)):
+            if self._forwards[index][:3] == known[:3]:
+                self._position = index + 1
+                self._repeated.append(self._forwards[index])
+                return self._forwards[index]
+        return None
+
+    def counts(self, known: _Forward) -> tuple[int, int]:
+        """Returns how often the first pass and the recompute made such a forward."""
+        passes = (self._forwards, self._repeated)
+        first, repeated = (sum(each[:3] == known[:3] for each in forwards) for forwards in passes)
+        return first, repeated
 
 
 class _Region:
@@ -83,20 +104,8 @@ class _Region:
         """Returns the recompute that runs in this thread."""
         running = self._recomputes.get(threading.get_ident())
         if running is None or running.key != key:  # as often as the graph is retained
-            running = self._recomputes[threading.get_ident()] = _Recompute(key)
+            running = self._recomputes[threading.get_ident()] = _Recompute(key, self.forwards)
         return running
-
-    def take(self, running: _Recompute, known: _Forward) -> _Forward | None:
-        """Returns the forward of the first pass that one of a recompute repeats, if any.
-
-        It passes over what only the first pass did.
-        """
-        for index in range(running.position, len(self.forwards)):
-            if self.forwards[index][:3] == known[:3]:
-                running.position = index + 1
-                running.repeated.append(self.forwards[index])
-                return self.forwards[index]
-        return None
 
 
 _regions: weakref.WeakKeyDictionary[Any, _Region] = weakref.WeakKeyDictionary()
@@ -109,7 +118,7 @@ class Passage:
         name = None if owner is None else weakref.ref(owner)
         self._forward = _Forward(name, input.shape, torch.is_grad_enabled(), None)
         self._kept_for: list[tuple[_Region, bool]] = []
-        self._repeats: tuple[_Region, _Recompute, _Forward] | None = None
+        self._repeats: tuple[_Recompute, _Forward] | None = None
         for checkpoint, recompute in _checkpoints():
             # A reentrant first pass is without grad, whatever its recompute is.
             tells = isinstance(checkpoint, _FRAME)
@@ -120,8 +129,8 @@ class Passage:
                 self._kept_for.append((region, tells))
             elif region is not None:
                 running = region.recompute(recompute)
-                first = region.take(running, self._known(tells))
-                self._repeats = None if first is None else (region, running, first)
+                first = running.take(self._known(tells))
+                self._repeats = None if first is None else (running, first)
                 break
 
     @property
@@ -131,7 +140,7 @@ class Passage:
     @property
     def stats(self) -> Tensor | None:
         """The reduced message of the first pass, in a recompute."""
-        return None if self._repeats is None else self._repeats[2].stats
+        return None if self._repeats is None else self._repeats[1].stats
 
     def keep(self, stats: Tensor | None) -> None:
         """Keeps the reduced message for the recomputes of this forward."""
@@ -145,16 +154,17 @@ class Passage:
             RuntimeError: a reentrant checkpoint, whose first pass does not tell forwards with grad
                 from those without, made more of these forwards in its first pass.
         """
-        if self._repeats is None or self._repeats[2].grad is not None:
+        if self._repeats is None or self._repeats[1].grad is not None:
             return
-        region, running, own = self._repeats
-        in_first = sum(forward[:3] == own[:3] for forward in region.forwards)
-        in_recompute = sum(forward[:3] == own[:3] for forward in running.repeated)
-        if in_first != in_recompute:
-            raise RuntimeError(
-                f"a checkpoint with use_reentrant=True called a layer {in_first} times in forward "
-                f"and {in_recompute} times in its recompute, and which of them was repeated cannot "
-                "be told: call it alike in both, or use use_reentrant=False"
+        running, own = self._repeats
+        first, repeated = running.counts(own)
+        if first != repeated:
+            fail(
+                None if own.owner is None else own.owner(),
+                f"a checkpoint with use_reentrant=True called a layer {first} times in forward and "
+                f"{repeated} times in its recompute, and which of them was repeated cannot be "
+                "told: call it alike in both, or use use_reentrant=False",
+                RuntimeError,
             )
 
     def _known(self, tells: bool) -> _Forward:

@@ -17,7 +17,8 @@ from syncbn_cuda._collective import serves_cpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _fail(owner: torch.nn.Module | None, message: str, error: type = ValueError) -> NoReturn:
+def fail(owner: torch.nn.Module | None, message: str, error: type = ValueError) -> NoReturn:
+    """Raises an error that names the layer, or the function where there is none."""
     caller = "sync_batch_norm"
     if owner is not None:
         caller = f"{type(owner).__name__}({owner.num_features})"
@@ -39,12 +40,12 @@ def check(
         TypeError: a type is not supported.
     """
     if input.layout is not torch.strided:
-        _fail(owner, f"expected a dense input, got one of layout {input.layout}", TypeError)
+        fail(owner, f"expected a dense input, got one of layout {input.layout}", TypeError)
     shape = input.shape
     if len(shape) < 2:
-        _fail(owner, f"expected at least 2D input (got {len(shape)}D input of shape {list(shape)})")
+        fail(owner, f"expected at least 2D input (got {len(shape)}D input of shape {list(shape)})")
     if input.dtype not in DTYPES:
-        _fail(
+        fail(
             owner,
             f"expected input of float32, float64, float16 or bfloat16, got {input.dtype}",
             TypeError,
@@ -53,9 +54,9 @@ def check(
         return  # its sizes are no numbers to compare
     channels: Any = shape[1] if owner is None else owner.num_features
     if shape[1] != channels:
-        _fail(owner, f"expected input with {channels} channels in dim 1, got {list(shape)}")
+        fail(owner, f"expected input with {channels} channels in dim 1, got {list(shape)}")
     if channels == 0:
-        _fail(owner, f"expected a non-zero number of channels in dim 1, got {list(shape)}")
+        fail(owner, f"expected a non-zero number of channels in dim 1, got {list(shape)}")
     for vector, label in (
         (weight, "weight"),
         (bias, "bias"),
@@ -65,17 +66,17 @@ def check(
         if vector is None:
             continue
         if vector.shape != (channels,):
-            _fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
+            fail(owner, f"expected {label} of shape [{channels}], got {list(vector.shape)}")
         if vector.dtype != torch.float32 and vector.dtype != input.dtype:
             or_input = "" if input.dtype == torch.float32 else f" or of the input's {input.dtype}"
-            _fail(
+            fail(
                 owner,
                 f"expected {label} of float32{or_input}, got {vector.dtype} beside an input "
                 f"of {input.dtype}",
                 TypeError,
             )
         if vector.device != input.device:
-            _fail(
+            fail(
                 owner,
                 f"expected {label} on the input's device {input.device}, got {vector.device}: "
                 f"move the model with .to({str(input.device)!r}), or the input",
@@ -107,17 +108,17 @@ def check_training(
         RuntimeError: a tensor of inference mode is to be saved for backward or written outside.
     """
     if not eps > 0:
-        _fail(owner, f"expected eps to be positive when training, got {eps}")
+        fail(owner, f"expected eps to be positive when training, got {eps}")
     running_mean, running_var, counter = buffers
     if (running_mean is None) is not (running_var is None):
-        _fail(owner, "expected running_mean and running_var both or neither, got one of them")
+        fail(owner, "expected running_mean and running_var both or neither, got one of them")
     if running_mean is not None and running_var is not None:
         if momentum is None and counter is None:
-            _fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
+            fail(owner, "momentum=None (a plain average) expected num_batches_tracked, got None")
         # This and the next are what autograd would raise after the collective, with the buffers
         # moved. One buffer speaks for all, as they are made together.
         if not compiling and running_mean.is_inference() and not torch.is_inference_mode_enabled():
-            _fail(
+            fail(
                 owner,
                 "buffers made in inference mode cannot be updated outside of it: make the layer "
                 "outside, or copy it there",
@@ -129,7 +130,7 @@ def check_training(
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, weight, bias))
     ):
-        _fail(
+        fail(
             owner,
             "inference tensors cannot be saved for backward: clone input and weight outside of "
             "inference mode first",
@@ -140,14 +141,14 @@ def check_training(
             _fail_single_value(input, owner)
     elif input.is_cpu:
         if not compiling and not serves_cpu(group):
-            _fail(
+            fail(
                 owner,
                 f"expected input on a device that the process group serves, got {input.device} "
                 f"with backend {group.name()!r}: move the model and its input to that backend's "
                 "device (model.cuda()), or make the group with backend 'cpu:gloo,cuda:nccl'",
             )
     elif lacks_float64(input):
-        _fail(owner, f"expected input on a device with float64 to synchronise, got {input.device}")
+        fail(owner, f"expected input on a device with float64 to synchronise, got {input.device}")
 
 
 def check_call(
@@ -178,12 +179,12 @@ def _check_written(
 ) -> None:
     for running, label in zip(buffers[:2], ("running_mean", "running_var"), strict=True):
         if running is not None and not running.is_contiguous():
-            _fail(owner, f"expected {label} to be contiguous, got strides {running.stride()}")
+            fail(owner, f"expected {label} to be contiguous, got strides {running.stride()}")
     counter = buffers[2]
     if counter is not None and (
         (counter.dtype, counter.numel(), counter.device) != (torch.int64, 1, input.device)
     ):
-        _fail(
+        fail(
             owner,
             f"expected num_batches_tracked to be one int64 on {input.device}, got "
             f"{list(counter.shape)} of {counter.dtype} on {counter.device}",
@@ -210,7 +211,7 @@ def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | No
 
 
 def _fail_single_value(input: Tensor, owner: torch.nn.Module | None, where: str = "") -> NoReturn:
-    _fail(
+    fail(
         owner,
         f"expected more than 1 value per channel when training{where}, got input size "
         f"{list(input.shape)}",

@@ -51,8 +51,8 @@ def hold_group(process_group: Any | None) -> HeldGroup | None:
         TypeError: it is something else.
         ValueError: the mesh has several dimensions.
     """
-    if process_group is None or isinstance(process_group, HeldGroup):
-        return process_group
+    if process_group is None:
+        return None
     if _AVAILABLE and isinstance(process_group, dist.DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(

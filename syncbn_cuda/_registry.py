@@ -84,7 +84,7 @@ def register_converter(original: type[_BatchNorm]) -> Callable[[Replacement], Re
         >>> type(convert_sync_batchnorm(BatchNormRelu(8))).__name__
         'SyncBatchNormRelu'
     """
-    if not _is_class(original, _BatchNorm) or issubclass(original, FastSyncBatchNorm):
+    if not is_torchs(original):
         raise TypeError(
             "register_converter: expected a subclass of torch's batch norms that is no "
             f"FastSyncBatchNorm, got {_name(original)}"
@@ -155,12 +155,9 @@ def _leaves_out(original: Any, replacement: Any) -> bool:
 def _unsynchronised_forward(replacement: type) -> type | None:
     """Returns the class whose forward normalises instead of ours, as far as its names tell."""
     for cls in replacement.__mro__:
-        forward: Any = vars(cls).get("forward")
-        forward = inspect.unwrap(forward)
-        code = getattr(forward, "__code__", None)
-        if code is None:
+        names = _names_in(vars(cls).get("forward"))
+        if names is None:
             continue  # has none, or one that cannot be looked into
-        names = set(code.co_names)
         if cls is FastSyncBatchNorm or "FastSyncBatchNorm" in names:
             return None
         if names & _NORMALISES and not names & _LEADS_ON:
@@ -179,9 +176,19 @@ def _methods(replacement: type) -> Iterator[Any]:
 
 
 def _leads_on(method: Any) -> bool:
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    names = set(() if code is None else code.co_names)
+    names = _names_in(method) or set()
     return "forward" in names and bool(names & _LEADS_ON)
+
+
+def _names_in(function: Any) -> set[str] | None:
+    """Returns the names that a function uses; None where it has no code to look into."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else set(code.co_names)
+
+
+def is_torchs(cls: object) -> bool:
+    """Whether this is one of torch's batch norms, or a subclass that is none of ours."""
+    return _is_class(cls, _BatchNorm) and not _is_class(cls, FastSyncBatchNorm)
 
 
 def _is_class(cls: object, base: type) -> bool:

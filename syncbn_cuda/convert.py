@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from syncbn_cuda._collective import HeldGroup, hold_group
-from syncbn_cuda._registry import original_of, replacement_of
+from syncbn_cuda._registry import is_torchs, original_of, replacement_of
 from syncbn_cuda._select import Select, select_batch_norms
 from syncbn_cuda._swap import class_of, reason_to_stay, swap_class
 from syncbn_cuda.module import FastSyncBatchNorm
@@ -178,9 +178,7 @@ def revert_sync_batchnorm(
         >>> type(revert_sync_batchnorm(model)[0]).__name__
         'BatchNorm1d'
     """
-    if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
-        default, FastSyncBatchNorm
-    ):
+    if not is_torchs(default):
         raise TypeError(
             "revert_sync_batchnorm: expected default to be a class of torch's batch norms, as "
             f"nn.BatchNorm2d, got {default!r}"

@@ -11,7 +11,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn_cuda import functional
+from syncbn_cuda import _checks, functional
 from syncbn_cuda._collective import HeldGroup, hold_group, resolve_group
 
 
@@ -159,10 +159,11 @@ class FastSyncBatchNorm(_BatchNorm):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuses ``torch.jit.script``, which asks this of each module before it changes any."""
-        raise RuntimeError(
-            f"{type(self).__name__}({self.num_features}): torch.jit.script compiles no collective; "
-            "script a copy with plain batch norms, "
-            "torch.jit.script(revert_sync_batchnorm(copy.deepcopy(model)).eval())"
+        _checks.fail(
+            self,
+            "torch.jit.script compiles no collective; script a copy with plain batch norms, "
+            "torch.jit.script(revert_sync_batchnorm(copy.deepcopy(model)).eval())",
+            RuntimeError,
         )
 
     def _replicate_for_data_parallel(self) -> FastSyncBatchNorm:
@@ -190,9 +191,11 @@ def _trace(layer: FastSyncBatchNorm, input: torch.fx.Proxy) -> torch.fx.Proxy:
     """Returns what stands for the output of a layer under ``torch.fx``."""
     tracer: Any = input.tracer
     if getattr(tracer, "root", None) is layer:
-        raise torch.fx.proxy.TraceError(
-            f"{type(layer).__name__}({layer.num_features}): a layer is a leaf and so has no graph "
-            "of its own: trace a model that holds it, nn.Sequential(layer)"
+        _checks.fail(
+            layer,
+            "a layer is a leaf and so has no graph of its own: trace a model that holds it, "
+            "nn.Sequential(layer)",
+            torch.fx.proxy.TraceError,
         )
     path = tracer.path_of_module(layer)
     if type(layer).forward is FastSyncBatchNorm.forward:

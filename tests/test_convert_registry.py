@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from inputs import numpy, random
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import check_same_steps
+from training import check_same_steps, saved_and_loaded
 
 from syncbn_cuda import (
     FastSyncBatchNorm,
@@ -98,11 +97,8 @@ def test_a_registered_subclass_does_the_same_and_comes_back(build, replacement):
 @pytest.mark.parametrize(("build", "replacement"), REGISTERED.values(), ids=REGISTERED)
 def test_copies_and_pickles_of_a_registered_subclass(build, replacement):
     layer = convert_sync_batchnorm(build())
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
     x = random((4, 5, 6, 2))
-    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(layer), saved_and_loaded(layer)):
         assert type(other) is replacement
         torch.testing.assert_close(other(x), copy.deepcopy(layer)(x))
         assert type(revert_sync_batchnorm(other)) is type(build())

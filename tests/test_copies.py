@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from inputs import numpy, random
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from training import saved_and_loaded
 
 from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -55,13 +55,6 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def saved(model):
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
 def pickle_rank(rank, make):
     group = dist.new_group([0, 1])
     model = convert_sync_batchnorm(small_net(), group)
@@ -82,7 +75,7 @@ def pickle_rank(rank, make):
     return True
 
 
-@pytest.mark.parametrize("make", [pickled, saved])
+@pytest.mark.parametrize("make", [pickled, saved_and_loaded])
 def test_pickles_drop_the_group_with_a_warning(run, make):
     assert run(2, pickle_rank, make) == [True, True]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import test_groups
 import torch
 from inputs import numpy, random
 from torch import nn
@@ -22,18 +23,12 @@ from syncbn_cuda import convert_sync_batchnorm
 STEPS = 3
 
 
-class Net(nn.Module):
-    """A plain net: a stack with two batch norms, and one on vectors."""
+class Net(test_groups.Net):
+    """A net that may have a layer before it, and more between its features and its head."""
 
     def __init__(self, stem=()):
         super().__init__()
-        torch.manual_seed(3)
-        self.features = nn.Sequential(
-            *stem,
-            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
-            *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)),
-        )
-        self.head = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        self.features = nn.Sequential(*stem, *self.features)
 
     def forward(self, x, rows):
         return self.head(self.branch(self.features(x).mean((2, 3)), rows))

@@ -8,7 +8,6 @@ evaluation does not (test_ddp_sync_bn_training_vs_eval; test_groups.py).
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from inputs import assert_close, numpy, random
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import saved_and_loaded
 
 from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm
 
@@ -90,11 +90,7 @@ def train_rank(rank):
     for name, case in CASES.items():
         torch.manual_seed(3)
         ddp = DistributedDataParallel(convert_sync_batchnorm(case.model().double()))
-        file = io.BytesIO()
-        torch.save(ddp, file)
-        file.seek(0)
-        ddp = torch.load(file, weights_only=False)
-        results[name] = train(ddp, case, rank)
+        results[name] = train(saved_and_loaded(ddp), case, rank)
     return results
 
 

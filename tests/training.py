@@ -1,6 +1,8 @@
-"""Training steps in one process, and whether all that comes of them is right."""
+"""Training steps in one process, whether all that comes of them is right, and saved modules."""
 
 from __future__ import annotations
+
+import io
 
 import numpy as np
 import reference
@@ -56,3 +58,11 @@ def check_same_steps(ours, theirs, x):
     assert state.keys() == theirs.state_dict().keys()
     for key, value in theirs.state_dict().items():
         torch.testing.assert_close(state[key], value)
+
+
+def saved_and_loaded(module):
+    """Returns what torch.load makes of a whole module."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
