@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _AVAILABLE = dist.is_available()
 _OPTIONS: Any = dist.AllreduceOptions() if _AVAILABLE else None
 #: What ``new_group`` gives to ranks outside of the new group.
 _NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER if _AVAILABLE else object()
+_modes = torch._C._len_torch_dispatch_stack  # not public, asked as it is quick
 if _AVAILABLE:
+    import torch.distributed._functional_collectives as _functional  # what compilers know
+
     _OPTIONS.asyncOp = False  # True would be a hop between streams
 
 
@@ -106,27 +109,54 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
-def all_reduce(tensor: Tensor, group: Any, compiling: bool) -> None:
-    """Sums a tensor over the ranks of a group, in place."""
-    if compiling:
-        dist.all_reduce(tensor, group=group)  # Dynamo maps this name to the functional collective
-        return
+def _traced() -> bool:
+    """Whether ``make_fx`` or the like writes down what is called."""
+    return bool(_modes()) and get_proxy_mode() is not None
+
+
+def all_reduce(tensor: Tensor, group: Any, compiling: bool) -> Tensor:
+    """Returns the sum of a tensor over the ranks of a group, which may take the tensor's place."""
+    if compiling or _traced():
+        # A graph would hold the group's own method without the wait for it.
+        return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
     # The group's own method: half the host time of the wrapper.
     work = group.allreduce([tensor], _OPTIONS)
     if work is not None:
         work.wait()
+    return tensor
 
 
 class AllReduce(torch.autograd.Function):
-    """The differentiable sum over ranks: the gradient of a sum is the sum of the gradients."""
+    """The differentiable sum over ranks: the gradient of a sum is the sum of the gradients.
+
+    ``apply(group, tensor, *others)`` returns the sum of the first and the others as they are. Their
+    derivative takes part in its collective, whichever of all of them a rank goes on with.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group, torch.compiler.is_compiling())
-        return total
+    def forward(group: Any, tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        total = all_reduce(own, group, torch.compiler.is_compiling())
+        return total, *(other.view_as(other) for other in others)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Any) -> tuple[Tensor, None]:
-        return AllReduce.apply(grads[0], ctx.group), None  # type: ignore[attr-defined]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.group = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *AllReduce.apply(ctx.group, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling() and _traced():
+            # It folds what does not depend on tangents, and with it a sum without the wait for it.
+            raise RuntimeError(
+                "FastSyncBatchNorm: torch.func.linearize does not work across ranks: use "
+                "torch.func.jvp, which gives the same derivative"
+            )
+        return tuple(AllReduce.apply(ctx.group, *tangents))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        return AllReduce.apply(*inputs), in_dims[1:]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn_cuda import _composite
+from syncbn_cuda import _composite, _transforms
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -154,6 +154,8 @@ def checking_kernels(input: Tensor) -> Any | None:
     """
     compiled = _available.compiled
     if type(input) is not Tensor or compiled is None or torch.compiler.is_compiling():
+        return None
+    if _transforms.active():
         return None
     if input.is_cpu or (input.is_cuda and _available.cuda() is None):
         return compiled.eager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_cuda import _checkpoint, _checks, _composite
+from syncbn_cuda import _checkpoint, _checks, _composite, _transforms
 from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
 from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._plain import evaluate, train_alone
@@ -137,6 +137,9 @@ def batch_norm(
     compiling = kernels is None and torch.compiler.is_compiling()
     try:
         _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner, compiling)
+        transformed = kernels is None and _transforms.active()
+        if transformed and not _checks.lacks_float64(input):
+            return _transforms.train(input, *buffers, weight, bias, momentum, eps, group, owner)
         passage = None
         if not compiling and _checkpoint.may_be_around():
             if _checkpoint.selects():
@@ -192,7 +195,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             vectors = () if checking is None else (weight, bias, *buffers)
             stats = kernels.batch_norm_stats(input, *vectors)
             if group is not None:
-                all_reduce(stats, group, compiling)
+                stats = all_reduce(stats, group, compiling)
                 if input.numel() <= input.shape[1]:
                     _checks.check_global_count(input, stats, owner)
         if passage is not None:
@@ -239,7 +242,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
         if group is not None:
             # Where the input needs no gradient too, so that this rank's second backward comes to
             # the collective that a peer's waits in.
-            stats = AllReduce.apply(stats.requires_grad_(), group)
+            (stats,) = AllReduce.apply(group, stats.requires_grad_())
     else:
         kernels = kernels or kernels_for(input.device)
         if grad_out.stride() != input.stride():
@@ -250,9 +253,9 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
     # Whatever needs a gradient here: a peer may need more, and it waits for this rank.
     if group is not None:
         if differentiable:
-            sums = AllReduce.apply(sums, group)
+            sums, grad_weight, grad_bias = AllReduce.apply(group, sums, grad_weight, grad_bias)
         else:
-            all_reduce(sums, group, compiling)
+            sums = all_reduce(sums, group, compiling)
     grad_input = None
     if needs_input:
         grad_input = kernels.batch_norm_backward_elemt(grad_out, input, stats, sums, weight, eps)

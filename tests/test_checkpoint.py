@@ -52,7 +52,7 @@ def messages_rank(rank):
 
     def counting(tensor, group, compiling):
         sent.append(tensor.numel())
-        all_reduce(tensor, group, compiling)
+        return all_reduce(tensor, group, compiling)
 
     functional.all_reduce = counting
     for order in ((0, 1), (1, 0)):
