@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import reference
 import torch
-import torch.distributed as dist
 from inputs import DTYPES, LAYOUTS, assert_close, numpy, random
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from training import train_once
 
 from syncbn_cuda import FastSyncBatchNorm, functional
-from syncbn_cuda.functional import sync_batch_norm
 
 CHANNELS = 5
 #: Samples a rank holds: equal, unequal, and with empty ranks.
@@ -193,77 +190,3 @@ def test_a_model_never_moved_to_the_gpu_is_told_so(run):
     for word in ("FastSyncBatchNorm(5)", "cpu", "nccl", "cuda()"):
         assert word in message
     assert batches == 0
-
-
-def gradcheck_rank(rank, counts):
-    """Each rank in turn perturbs its own variables, while the peers take part in the collectives.
-
-    What is differentiated is the sum of the losses of all ranks: an input moves all of them.
-    """
-    torch.manual_seed(7)
-    weight, bias = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    torch.manual_seed(rank)
-    x = torch.randn(counts[rank], 3, 2, dtype=torch.float64, requires_grad=True)
-    slope = torch.randn(counts[rank], 3, 2, dtype=torch.float64)
-    variables = {"x": x, "weight": weight, "bias": bias}
-
-    def loss(x, weight, bias):
-        y = sync_batch_norm(x, None, None, weight, bias, training=True)
-        return (y.pow(2) * slope).sum()
-
-    @torch.no_grad()
-    def loss_of_all(**moved):
-        total = loss(**{**variables, **moved})
-        dist.all_reduce(total)
-        return total.item()
-
-    analytic = torch.autograd.grad(loss(**variables), [*variables.values()])
-    analytic = dict(zip(variables, analytic, strict=True))
-    worst, step = 0.0, 1e-6
-    for active, count in enumerate(counts):
-        for name, size in (("x", count * 6), ("weight", 3), ("bias", 3)):
-            for index in range(size):
-                values = []
-                for sign in (1, -1):
-                    moved = variables[name].detach().clone()
-                    if rank == active:
-                        moved.view(-1)[index] += sign * step
-                    values.append(loss_of_all(**{name: moved}))
-                if rank == active:
-                    numeric = (values[0] - values[1]) / (2 * step)
-                    worst = max(worst, abs(numeric - analytic[name].view(-1)[index].item()))
-    return worst
-
-
-@pytest.mark.parametrize("counts", [(2, 2), (1, 3), (0, 2)], ids=str)
-def test_gradcheck_over_ranks(run, counts):
-    assert max(run(2, gradcheck_rank, counts)) < 1e-6
-
-
-def uneven_penalty_rank(rank):
-    x = random((4, CHANNELS, 2), torch.float64).requires_grad_(rank == 0)
-    layer = FastSyncBatchNorm(CHANNELS, dtype=torch.float64)
-    (g,) = torch.autograd.grad(layer(x).pow(3).sum(), layer.weight, create_graph=True)
-    g.pow(2).sum().backward()
-    return x.grad is None
-
-
-def test_a_second_backward_does_not_hang_where_ranks_need_different_gradients(run):
-    assert run(2, uneven_penalty_rank) == [False, True]
-
-
-def penalty_rank(rank, pieces):
-    x = pieces[rank].clone().requires_grad_()
-    y = FastSyncBatchNorm(CHANNELS, dtype=torch.float64)(x)
-    (g,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    g.pow(2).sum().backward()
-    return numpy(x.grad)
-
-
-def test_the_second_derivative_crosses_ranks(run):
-    pieces = [x for x, _ in shards((3, 2), torch.float64)]
-    x = torch.cat(pieces).requires_grad_()
-    y = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(x)
-    (g,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    g.pow(2).sum().backward()
-    assert_close(np.concatenate(run(2, penalty_rank, pieces)), numpy(x.grad), torch.float64)

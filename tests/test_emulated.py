@@ -13,13 +13,12 @@ import pytest
 from emulator import operators
 from emulator.build import load
 from inputs import random
+from test_derivatives import test_derivatives_of_three_orders_over_ranks  # noqa: F401
 from test_distributed import (  # noqa: F401
-    test_gradcheck_over_ranks,
     test_image_sizes_may_differ_between_ranks,
     test_one_value_a_channel_in_the_whole_group_raises_on_every_rank,
     test_ranks_are_one_batch,
     test_ranks_are_one_batch_in_every_type,
-    test_the_second_derivative_crosses_ranks,
     test_when_every_rank_is_empty,
 )
 from test_module import (  # noqa: F401

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from gpu import capture, on_gpu, run, same  # noqa: F401
 from inputs import random
+from test_derivatives import (  # noqa: F401
+    test_derivatives_of_three_orders_over_ranks,
+    test_ranks_may_need_different_gradients,
+    test_trainings_by_second_derivatives_are_those_of_one_process,
+)
 from test_distributed import (  # noqa: F401
-    test_a_second_backward_does_not_hang_where_ranks_need_different_gradients,
-    test_gradcheck_over_ranks,
     test_image_sizes_may_differ_between_ranks,
     test_one_value_a_channel_in_the_whole_group_raises_on_every_rank,
-    test_the_second_derivative_crosses_ranks,
     test_when_every_rank_is_empty,
 )
 
