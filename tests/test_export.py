@@ -19,6 +19,10 @@ from torch import nn
 
 from syncbn_cuda import convert_sync_batchnorm, revert_sync_batchnorm
 
+pytestmark = pytest.mark.filterwarnings(  # of torch's own making
+    "ignore:.*is deprecated", "ignore:.*buffer is not writable", "ignore:.*in training mode"
+)
+
 CHANNELS = 4
 #: Each makes another graph in evaluation, or takes other arguments.
 LAYERS = [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}]
@@ -153,9 +157,9 @@ def check_elsewhere(elsewhere, how, file, model, *inputs):
 def test_this_package_is_missed_where_it_is_barred(elsewhere, tmp_path):
     with pytest.raises(RuntimeError, match="syncbn_cuda is barred"):
         elsewhere("import", "syncbn_cuda")
-    x = random(SHAPES[2])
+    model, x = trained().train(), random(SHAPES[2])
     with torch.no_grad():
-        file = saved(torch.export.export(trained().train(), (x,)), tmp_path)
+        file = saved(torch.export.export(model, (x,)), tmp_path)
     torch.export.load(file).module()(x)
     with pytest.raises(RuntimeError, match="deserializ"):
         elsewhere("export", file, x)
@@ -190,7 +194,7 @@ def test_a_model_compiled_ahead_of_time_needs_this_package_no_more(elsewhere, tm
     check_elsewhere(elsewhere, "aoti", file, model, x, other_size(x), x[:1])
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_traced_model_needs_this_package_no_more(elsewhere, tmp_path):
     model, x = trained(), random(SHAPES[2])
     torch.jit.trace(model, x).save(tmp_path / "trace.pt")
@@ -215,20 +219,22 @@ def to_onnx(model, x):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_model_goes_to_onnx_with_batch_norms(evaluator, dims, revert):
     model, x = trained(dims), random(SHAPES[dims])
-    expected = [model(inputs) for inputs in (x, other_size(x))]
+    inputs = (x, other_size(x))
+    expected = [model(each) for each in inputs]
     program = to_onnx(revert_sync_batchnorm(model) if revert else model, x).model_proto
     operators = [node.op_type for node in program.graph.node]
     assert operators.count("Conv") == 1 and operators.count("BatchNormalization") == len(LAYERS)
     run, name = evaluator(program).run, program.graph.input[0].name
-    for inputs, outputs in zip((x, other_size(x)), expected, strict=True):
-        results = tuple(map(torch.from_numpy, run(None, {name: inputs.numpy()})))
+    for each, outputs in zip(inputs, expected, strict=True):
+        results = tuple(map(torch.from_numpy, run(None, {name: each.numpy()})))
         torch.testing.assert_close(results, outputs)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_model_in_training_goes_not_to_onnx(evaluator):
+    model = trained().train()
     with torch.no_grad(), pytest.raises(torch.onnx.errors.OnnxExporterError) as raised:
-        to_onnx(trained().train(), random(SHAPES[2]))
+        to_onnx(model, random(SHAPES[2]))
     assert "syncbn_cuda.batch_norm_stats" in str(raised.value)
 
 
