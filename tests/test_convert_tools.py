@@ -104,16 +104,6 @@ def test_a_reverted_model_is_exported_as_one_of_torch(export):
     torch.testing.assert_close(other(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_reverted_model_goes_to_onnx_with_a_batch_norm():
-    for name in ("onnx", "onnxscript"):
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    model, x = trained(nn.ReLU()), random((2, 3, 9, 9))
-    program = torch.onnx.export(model, (x,), dynamo=True, verbose=False, optimize=False)
-    operators = {node.op_type for node in program.model.graph}
-    assert "BatchNormalization" in operators and operators <= {"Conv", "BatchNormalization", "Relu"}
-
-
 def test_a_compiled_model_is_converted_and_reverted():
     model = net().double()
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Copies, pickles, traces and exports of layers and converted models."""
+"""Copies and pickles of layers and converted models, and graphs that there are not."""
 
 from __future__ import annotations
 
@@ -156,27 +156,3 @@ def test_scripting_points_at_reverting(training):
     scripted = torch.jit.script(revert_sync_batchnorm(copy.deepcopy(model)).eval())
     x = random((2, 3, 8, 8))
     torch.testing.assert_close(scripted(x), model.eval()(x))
-
-
-def traced(model, x):
-    trace = torch.jit.trace(model, x)
-    return trace, str(trace.inlined_graph)
-
-
-def exported(model, x):
-    program = torch.export.export(model, (x,))
-    return program.module(), str(program.graph)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
-@pytest.mark.parametrize("take", [traced, exported])
-@pytest.mark.parametrize(
-    "lacking", [{}, {"track_running_stats": False}, {"affine": False}], ids=str
-)
-def test_what_was_taken_in_evaluation_needs_this_package_no_more(lacking, take):
-    model = convert_sync_batchnorm(small_net(**lacking)).eval()
-    x = random((2, 3, 8, 8))
-    taken, graph = take(model, x)
-    assert "batch_norm" in graph
-    assert "syncbn_cuda::" not in graph and "ops.syncbn_cuda" not in graph
-    torch.testing.assert_close(taken(x), model(x))
