@@ -109,6 +109,19 @@ def check_training(
     """
     if not eps > 0:
         fail(owner, f"expected eps to be positive when training, got {eps}")
+    if (
+        compiling
+        and torch.compiler._is_exporting_flag  # torch 2.11 compiles is_exporting() as True
+        and torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (input, weight, bias))
+    ):
+        fail(
+            owner,
+            "an exported program keeps no backward: export in evaluation, model.eval(), or without "
+            "gradients, under torch.no_grad(); to train what is exported, export a copy with plain "
+            "batch norms, revert_sync_batchnorm(copy.deepcopy(model))",
+            RuntimeError,
+        )
     running_mean, running_var, counter = buffers
     if (running_mean is None) is not (running_var is None):
         fail(owner, "expected running_mean and running_var both or neither, got one of them")
