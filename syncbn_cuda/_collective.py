@@ -18,6 +18,7 @@ _NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER if _AVAILABLE else object()
 _modes = torch._C._len_torch_dispatch_stack  # not public, asked as it is quick
 if _AVAILABLE:
     import torch.distributed._functional_collectives as _functional  # what compilers know
+    import torch.distributed.distributed_c10d as c10d
 
     _OPTIONS.asyncOp = False  # True would be a hop between streams
 
@@ -25,10 +26,13 @@ if _AVAILABLE:
 class HeldGroup:
     """A process group as a layer holds it: copies of the layer share it, pickles drop it."""
 
-    __slots__ = ("group",)
+    __slots__ = ("group", "key")
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, key: str) -> None:
         self.group = group
+        #: Which group it is; empty where this process is outside of it. Compiled code is guarded
+        #: by this text, as newer compilers take one group for another.
+        self.key = key
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldGroup:
         return self
@@ -62,14 +66,17 @@ def hold_group(process_group: Any | None) -> HeldGroup | None:
                 f"process_group: expected a DeviceMesh of one dimension, got {process_group}: "
                 "give one of its dimensions, mesh['name']"
             )
-        return HeldGroup(process_group.get_group())
-    is_group = hasattr(process_group, "allreduce") and not isinstance(process_group, type)
-    if not is_group and process_group is not _NO_MEMBER:
-        raise TypeError(
-            "process_group: expected a torch.distributed process group, a DeviceMesh or None, got "
-            f"{type(process_group).__name__}: torch.distributed.new_group(ranks) makes a group"
-        )
-    return HeldGroup(process_group)
+        process_group = process_group.get_group()
+    if process_group is _NO_MEMBER:
+        return HeldGroup(process_group, "")
+    if _AVAILABLE and isinstance(process_group, dist.ProcessGroup):
+        return HeldGroup(process_group, f"{process_group.group_name} of {process_group.size()}")
+    if hasattr(process_group, "allreduce") and not isinstance(process_group, type):
+        return HeldGroup(process_group, "of another kind")
+    raise TypeError(
+        "process_group: expected a torch.distributed process group, a DeviceMesh or None, got "
+        f"{type(process_group).__name__}: torch.distributed.new_group(ranks) makes a group"
+    )
 
 
 def resolve_group(held: HeldGroup | None) -> Any | None:
@@ -81,11 +88,15 @@ def resolve_group(held: HeldGroup | None) -> Any | None:
     Raises:
         ValueError: this rank is not a member of the group.
     """
-    # Asked first, as the compiler of torch 2.11 takes a world that is None for a group.
-    if not (_AVAILABLE and dist.is_initialized()):
+    # Not by dist.is_initialized(): compiled, its answer would stay what it was. Nor by the world's
+    # public name: torch 2.11 compiles a world that is None as a group.
+    if not _AVAILABLE or c10d._world.default_pg is None:
         return None
-    group: Any = dist.group.WORLD if held is None else held.group
-    if group is _NO_MEMBER:
+    if held is None:
+        group: Any = dist.group.WORLD
+    elif held.key:
+        group = held.group
+    else:
         raise ValueError(
             "process_group: this rank is not a member of the group it was given; "
             "give each rank the group that holds it"
