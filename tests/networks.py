@@ -43,6 +43,11 @@ def _features(net: nn.Module) -> nn.Module:
     return feature_extraction.create_feature_extractor(net, nodes)
 
 
+def _compiled(net: nn.Module) -> nn.Module:
+    torch.compiler.reset()
+    return torch.compile(net, backend="aot_eager", fullgraph=True)
+
+
 _segmentation = _torchvision("deeplabv3_resnet50", **RANDOM, aux_loss=True, num_classes=3)
 _resnet18 = _torchvision("resnet18", num_classes=10)
 
@@ -57,6 +62,7 @@ NETWORKS = {
     "timm resnet26": Network(_timm("resnet26"), (3, 40, 40)),
     "features of resnet18": Network(_resnet18, (3, 40, 40), _features),
     "traced resnet18": Network(_resnet18, (3, 40, 40), torch.fx.symbolic_trace),
+    "compiled resnet18": Network(_resnet18, (3, 40, 40), _compiled),
 }
 
 

@@ -1,0 +1,195 @@
+"""torch.compile: one graph in every setting, with the results of eager, alone and over ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from inputs import DTYPES, LAYOUTS, numpy, random
+from test_distributed import assert_is_global, shards, train_layer
+from test_groups import Net
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+from training import train_once
+
+from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm
+from syncbn_cuda.functional import sync_batch_norm
+
+CHANNELS = 5
+
+
+def whole(module, backend="aot_eager"):
+    """Compiles a module, which must be one graph; nothing is compiled of its code as yet."""
+    torch.compiler.reset()
+    return torch.compile(module, backend=backend, fullgraph=True)
+
+
+def assert_same_steps(compiled, eager, batches):
+    """Trains and evaluates both on each batch: results and buffers are the same bits."""
+    for x, dy in batches:
+        results = []
+        for call, module in ((compiled, compiled), (eager, eager)):
+            module.train()
+            trained = train_once(call, x, dy)
+            module.eval()
+            results.append([*trained, call(x), *(p.grad for p in module.parameters())])
+        for a, b in itertools.zip_longest(*results):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+        for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+            assert torch.equal(a, b)
+
+
+ARGUMENTS = [
+    {},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"affine": False},
+    {"bias": False, "momentum": 0.0},
+    {"affine": False, "track_running_stats": False},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_each_setting_is_one_graph_that_does_what_eager_does(arguments):
+    layer = FastSyncBatchNorm(CHANNELS, **arguments)
+    batches = [(random((4, CHANNELS, 3, 3), mean=m), random((4, CHANNELS, 3, 3))) for m in (0, 2)]
+    for training in (True, False):
+        graphs = torch._dynamo.explain(copy.deepcopy(layer).train(training))(batches[0][0])
+        assert (graphs.graph_count, graphs.graph_break_count) == (1, 0), graphs.break_reasons
+    assert_same_steps(whole(layer), copy.deepcopy(layer), batches)
+    assert layer.num_batches_tracked is None or layer.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(4, CHANNELS), (3, CHANNELS, 7), (4, CHANNELS, 6, 5)], ids=str)
+def test_each_layout_and_type(shape, layout):
+    for dtype, wide in itertools.product(DTYPES, (True, False)):
+        layer = FastSyncBatchNorm(CHANNELS, dtype=torch.float32 if wide else dtype)
+        batch = [LAYOUTS[layout](random(shape, dtype, mean=mean)) for mean in (1, 0)]
+        assert_same_steps(whole(layer), copy.deepcopy(layer), [batch])
+
+
+def block():
+    torch.manual_seed(2)
+    return convert_sync_batchnorm(
+        nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU()),
+        )
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_a_block_of_layers(backend, autocast):
+    eager = block()
+    compiled = whole(copy.deepcopy(eager), backend)
+    for layout in ("contiguous", "channels_last"):
+        x = LAYOUTS[layout](random((4, 3, 9, 9)))
+        for net in (eager, compiled):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+                y = net(x)
+            y.float().pow(2).sum().backward()
+        assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
+        # The compiler rounds between operations where eager does not, and the other way round.
+        close = {"rtol": 0.05, "atol": 0.05} if autocast else {}
+        for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(a, b, **close)
+        for a, b in zip(compiled.parameters(), eager.parameters(), strict=True):
+            error = (a.grad - b.grad).norm() / b.grad.norm().clamp(min=1)
+            assert error < (0.05 if autocast else 1e-4)
+
+
+@pytest.mark.parametrize("dim", [0, 3], ids=["batch", "width"])
+@pytest.mark.parametrize("arguments", ARGUMENTS[:3], ids=str)
+def test_sizes_may_change_without_compiling_each(arguments, dim):
+    layer = FastSyncBatchNorm(CHANNELS, **arguments)
+    counter = CompileCounterWithBackend("aot_eager")
+    shapes = [[4, CHANNELS, 6, 5] for _ in range(6)]
+    for size, shape in enumerate(shapes, 3):
+        shape[dim] = size
+    batches = [(random(shape), random(shape)) for shape in shapes]
+    compiled, eager = whole(layer, counter), copy.deepcopy(layer)
+    for x, dy in batches:
+        for a, b in zip(train_once(compiled, x, dy), train_once(eager, x, dy), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count <= 2  # of one size, then of any
+
+
+def ddp_of_compiled(net, backend):
+    return DistributedDataParallel(whole(net, backend))
+
+
+def compiled_ddp(net, backend):
+    torch.compiler.reset()
+    # Not as one graph: DistributedDataParallel does what the compiler cannot follow.
+    return torch.compile(DistributedDataParallel(net), backend=backend)
+
+
+#: Samples of two ranks in each step; the global batch has 5 in all.
+SPLITS = [(3, 2), (1, 4), (2, 3), (5, 0), (4, 1)]
+
+
+def steps_of(net, optimizer, batches):
+    """Trains on the loss of a global batch of 5 samples; returns all that was learnt."""
+    for x, scale in batches:
+        optimizer.zero_grad()
+        (net(x).pow(3).sum() * (scale / 5)).backward()
+        optimizer.step()
+    return {k: numpy(v) for k, v in net.state_dict().items()}
+
+
+def ddp_rank(rank, order, backend, batches):
+    net = convert_sync_batchnorm(Net().double())
+    own = [(x.split(counts)[rank], 2) for x, counts in zip(batches, SPLITS, strict=True)]
+    # DistributedDataParallel averages what is a sum over samples.
+    return steps_of(order(net, backend), torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), own)
+
+
+@pytest.mark.parametrize("order", [ddp_of_compiled, compiled_ddp])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_ddp_in_both_orders_is_one_process(run, backend, order):
+    batches = [torch.randn(5, 3, 8, 8, dtype=torch.float64) for _ in SPLITS]
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    expected = steps_of(net, optimizer, [(x, 1) for x in batches])
+    for state in run(2, ddp_rank, order, backend, batches):
+        for name, actual in state.items():
+            plain = name.removeprefix("module.").removeprefix("_orig_mod.").removeprefix("module.")
+            np.testing.assert_allclose(actual, expected[plain], rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+def group_rank(rank, pieces):
+    """Trains a compiled layer or function of a group of two, then of other groups in turn."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layer = FastSyncBatchNorm(CHANNELS, process_group=halves[rank // 2])
+    compiled = whole(layer)
+    steps = [train_layer(compiled, *pieces[rank])]
+    for group in (None, halves[rank // 2]):
+        layer.process_group = group
+        layer.zero_grad()
+        layer.reset_running_stats()
+        steps.append(train_layer(compiled, *pieces[rank]))
+    call = whole(
+        lambda x, group: sync_batch_norm(x, None, None, training=True, process_group=group)
+    )
+    x = pieces[rank][0]
+    return steps, [numpy(call(x, group)) for group in (halves[rank // 2], None)]
+
+
+def test_a_compiled_layer_talks_to_the_group_it_has(run):
+    pieces = shards((2, 3, 0, 4), tail=(4,))
+    answers = run(4, group_rank, pieces)
+    steps, outputs = ([answer[i] for answer in answers] for i in range(2))
+    for ranks in (slice(0, 2), slice(2, 4)):
+        for index in (0, 2):
+            assert_is_global([s[index] for s in steps[ranks]], pieces[ranks], torch.float32)
+    assert_is_global([s[1] for s in steps], pieces, torch.float32)
+    for step, output in zip(steps, outputs, strict=True):
+        np.testing.assert_array_equal(output[0], step[0]["y"])
+        np.testing.assert_array_equal(output[1], step[1]["y"])
