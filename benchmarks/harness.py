@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,12 @@ def _interleave_cuda(
 def ratio(times: dict[str, np.ndarray], ours: str, baseline: str) -> Spread:
     """How many times as fast as the baseline ours is, turn by turn: above 1, ours is faster."""
     return Spread.of(times[baseline] / times[ours])
+
+
+def ratios(times: dict[str, np.ndarray], ours: str) -> dict[str, dict[str, float]]:
+    """The ratio of each other candidate to ours, as rows store it; none where ours is missing."""
+    others = [name for name in times if name != ours and ours in times]
+    return {f"{name} / {ours}": asdict(ratio(times, ours, name)) for name in others}
 
 
 def geometric_mean(ratios: Sequence[dict[str, float]]) -> Spread:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from benchmarked import CPU, TINY, assert_spreads
 from torch import nn
 
-from benchmarks import models, steps
+from benchmarks import compilation, models, steps, training
 from benchmarks.options import Options
 
 
@@ -58,6 +60,9 @@ def test_training_steps_are_timed_and_weighed(small_unet: models.Task) -> None:
         for name in both:
             images_a_step = row["images_per_s"][name]["p50"] * row["times_us"][name]["p50"] / 1e6
             assert images_a_step == pytest.approx(2)
+            assert row["steps_per_s"][name]["p50"] * 2 == pytest.approx(
+                row["images_per_s"][name]["p50"]
+            )
         # Beside what nn.BatchNorm keeps, ours keeps its message.
         more = row["saved_bytes"][steps.OURS] - row["saved_bytes"][steps.PLAIN]
         norms = [m for m in small_unet.make().modules() if isinstance(m, nn.BatchNorm2d)]
@@ -77,16 +82,77 @@ def test_saved_bytes_are_counted_once_and_without_the_models_own() -> None:
     assert steps.saved_bytes(step, layer) == 2 * input.nbytes
 
 
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """A compiler that generates no kernels: where it would have kept them, each time."""
+    compile, found = torch.compile, []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        return graph.forward
+
+    def compile_without(function: Callable[..., Any], backend: str = "inductor") -> Any:
+        return compile(function, backend=record if backend == "inductor" else backend)
+
+    monkeypatch.setattr(torch, "compile", compile_without)
+    return found
+
+
+def test_compiled_steps_are_timed_beside_eager_ones_and_their_compilation(
+    small_unet: models.Task, folders: list[str | None]
+) -> None:
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    both = {steps.PLAIN, steps.OURS}
+    eager, compiled = steps.measure(replace(TINY, quick=False))
+    assert (eager["mode"], compiled["mode"]) == ("eager", "compiled")
+    assert eager["gains"] == {} and "graphs" not in eager
+    assert_spreads(compiled["gains"], both)
+    assert_spreads(compiled["first_step_s"], both)
+    assert_spreads(compiled["first_step_ratios"], {"nn.BatchNorm / ours"})
+    for what, count in (("graphs", 1), ("breaks", 0), ("again", 1)):
+        assert compiled[what] == dict.fromkeys(both, count)
+    # The compiler itself, each implementation in its turns, and the steps that are timed.
+    cold = folders[1 : 1 + 2 * compilation.COMPILES]
+    assert len(set(cold) - {before}) == len(cold)
+    assert [folders[0], *folders[1 + len(cold) :]] == [before] * 3
+    text = steps.table([eager, compiled])
+    assert text.count("| unet 2x3x16x16 |") == 6
+    assert "again" not in steps.table([eager]) and steps.bars([eager]) == []
+    ((_, demanded, measured),) = steps.bars([eager, compiled])
+    assert (demanded, measured) == ("1; 0; <= 1", "1; 0; 1")
+
+
+class Broken(models.UNet):
+    """One that the compiler sees in two halves."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        doubled = 2 * images
+        torch._dynamo.graph_break()
+        return super().forward(doubled)
+
+
+def test_graphs_breaks_and_compilations_for_other_batches_are_counted(
+    small_unet: models.Task, folders: list[str | None]
+) -> None:
+    broken = replace(small_unet, make=lambda: Broken(2, 3, 4, 4, 1))
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        found = compilation.compilation(broken, {"it": None}, torch.float32, CPU, turns=1)
+    assert (found["breaks"], found["graphs"]) == ({"it": 1}, {"it": 2})
+    assert found["again"] == {"it": 2 * 3}
+    assert found["absent"] == found["first_step_ratios"] == {}
+
+
 def test_what_does_not_run_is_absent_with_the_reason(
     small_unet: models.Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(model: nn.Module) -> nn.Module:
+    def refuse(model: nn.Module, backend: str) -> nn.Module:
         raise RuntimeError("no compiler here\nat all")
 
     monkeypatch.setattr(torch, "compile", refuse)
     eager, compiled = steps.measure(replace(TINY, quick=False))
     assert eager["times_us"].keys() == {steps.PLAIN, steps.OURS}
     assert compiled["absent"][steps.OURS] == "RuntimeError: no compiler here"
+    assert "first_step_s" not in compiled and steps.bars([eager, compiled]) == []
     assert "absent: RuntimeError: no compiler here" in steps.table([eager, compiled])
     monkeypatch.setitem(steps.TASKS, "cpu", (replace(small_unet, make=lambda: None),))
     (row,) = steps.measure(TINY)
@@ -98,6 +164,17 @@ def test_a_step_that_computes_another_loss_is_an_error(ours: float) -> None:
     steps._check_loss("net", {steps.PLAIN: 1.0, steps.OURS: 1.0 + 1e-5}, 1e-4)
     with pytest.raises(RuntimeError, match="net: expected the loss of nn.BatchNorm, 1.0"):
         steps._check_loss("net", {steps.PLAIN: 1.0, steps.OURS: ours}, 1e-4)
+
+
+def test_a_quick_run_on_the_cpu_compiles_one_tiny_net() -> None:
+    quick = replace(TINY, dtypes=tuple(steps.LOSS_TOLERANCE))
+    compiled = [
+        (task.name, dtype)
+        for task in steps.TASKS["cpu"]
+        for dtype in quick.dtypes
+        if steps.COMPILED in steps._modes(task, dtype, quick)
+    ]
+    assert compiled == [("tiny unet", torch.float32)]
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -115,7 +192,7 @@ def first_losses(rank: int) -> list[float]:
     task = models.Task("unet", lambda: models.UNet(2, 3, 4, 4, 1), (2, 3, 16, 16), 4, dense=True)
     trained = []
     for kind in steps.KINDS.values():
-        model = steps._model(task, kind, torch.float32, CPU)
+        model = training.model_of(task, kind, torch.float32, CPU)
         step, _ = steps._prepared(task, model, torch.float32, CPU, steps.EAGER)
         trained.append(float(step()))
     return trained
@@ -130,7 +207,7 @@ def test_what_the_compiler_gives_up_is_not_shared() -> None:
     nets = [models.UNet(2, 3, 4, 4, 1) for _ in range(2)]
     images = torch.randn(2, 3, 8, 8)
     expected = [net(images) for net in nets]
-    codes = {steps.with_code_of_its_own(net).forward.__code__ for net in nets}
+    codes = {training.with_code_of_its_own(net).forward.__code__ for net in nets}
     assert len(codes) == 2 and models.UNet.forward.__code__ not in codes
     for net, output in zip(nets, expected, strict=True):
         assert isinstance(net, models.UNet)
