@@ -144,19 +144,17 @@ def train_net(net, x, steps=3):
         optimizer.step()
 
 
-def ddp_rank(rank, x, compiled):
+def ddp_rank(rank, x):
     net = convert_sync_batchnorm(Net().double())
-    ddp = DistributedDataParallel(net)
-    train_net(torch.compile(ddp, backend="aot_eager") if compiled else ddp, x[rank::2])
+    train_net(DistributedDataParallel(net), x[rank::2])
     return {k: v.cpu().numpy().copy() for k, v in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_ddp_trains_as_one_process_does(run, compiled):
+def test_ddp_trains_as_one_process_does(run):
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     net = Net().double()
     train_net(net, x)
-    for state in run(2, ddp_rank, x, compiled):
+    for state in run(2, ddp_rank, x):
         for key, value in net.state_dict().items():
             np.testing.assert_allclose(state[key], value.cpu().numpy(), rtol=1e-9, atol=1e-11)
 
@@ -173,19 +171,22 @@ def test_an_empty_head_under_ddp(run):
     assert run(2, empty_roi_rank) == [True, True]
 
 
-def lifecycle_rank(rank, pieces, folder):
+def lifecycle_rank(rank, pieces, folder, compiled):
     """Trains alone, in a world, alone, in another world; with layers made then or any time before.
 
     Returns the steps of each such time.
     """
     dist.barrier()
     dist.destroy_process_group()
+    torch._dynamo.config.recompile_limit = 64  # the layers share their code
     layers, times = [], []
     for world in (None, "first", None, "second"):
         if world is not None:
             store = dist.FileStore(f"{folder}/{world}", 2)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         layers.append(FastSyncBatchNorm(CHANNELS))
+        if compiled:
+            layers[-1].compile(backend="aot_eager", fullgraph=True)
         for layer in layers:
             layer.zero_grad()
             layer.reset_running_stats()
@@ -196,9 +197,10 @@ def lifecycle_rank(rank, pieces, folder):
     return times
 
 
-def test_the_group_is_looked_up_at_each_forward(run, tmp_path):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_group_is_looked_up_at_each_forward(run, tmp_path, compiled):
     pieces = shards((2, 3), tail=(4,))
-    ranks = run(2, lifecycle_rank, pieces, str(tmp_path))
+    ranks = run(2, lifecycle_rank, pieces, str(tmp_path), compiled)
     for index, time_of_both in enumerate(zip(*ranks, strict=True)):
         for steps in zip(*time_of_both, strict=True):
             if index % 2:
