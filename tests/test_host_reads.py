@@ -1,0 +1,67 @@
+"""The host reads nothing back, so that a CUDA graph can hold a step: shown without a GPU.
+
+Fake tensors have shapes and no values: whatever asks for a value, or for a shape that depends on
+one, is an error. The kernels themselves under capture: test_emulated_host.py; on a GPU:
+test_gpu_streams.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from inputs import DTYPES, LAYOUTS
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from syncbn_cuda import FastSyncBatchNorm, _library
+
+CHANNELS = 5
+
+
+@pytest.fixture(params=[None, 2], ids=["alone", "two ranks"])
+def world(request):
+    """A world of two, whose collectives do nothing, or none."""
+    if request.param is not None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    if request.param is not None:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(params=["compiled", "composite"])
+def _kernels(request, monkeypatch):
+    if request.param == "composite":
+        monkeypatch.setattr(_library._available, "compiled", None)
+
+
+def step(layer, x, twice):
+    """Forward and backward, and the backward of that."""
+    y = layer(x)
+    gradients = torch.autograd.grad(y.sum(), [x, *layer.parameters()], create_graph=twice)
+    if twice:
+        torch.stack([g.square().sum() for g in gradients]).sum().backward()
+    return y, gradients[0]
+
+
+@pytest.mark.usefixtures("world", "_kernels")
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_reads_nothing_back(layout, arguments, twice):
+    for dtype in DTYPES:
+        with FakeTensorMode():
+            layer = FastSyncBatchNorm(CHANNELS, **arguments)
+            x = LAYOUTS[layout](torch.randn(4, CHANNELS, 3, 3, dtype=dtype)).requires_grad_()
+            y, dx = step(layer, x, twice)
+        for result in (y, dx):
+            assert result.shape == x.shape and result.dtype == dtype
+
+
+def test_the_check_would_notice_a_read():
+    with FakeTensorMode():
+        x = torch.randn(4, CHANNELS, 3, 3).requires_grad_()
+        step(nn.BatchNorm2d(CHANNELS), x, False)
+        with pytest.raises(DataDependentOutputException):
+            step(nn.BatchNorm2d(CHANNELS, momentum=None), x, False)
