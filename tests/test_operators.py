@@ -241,13 +241,29 @@ def operator_calls(x):
     }
 
 
+def other_calls(x):
+    """As operator_calls, with what that leaves out given and what it gives left out."""
+    dy, (weight, bias, mean, var) = torch.ones_like(x), vectors(x.dtype, 4, x.shape[1])
+    stats = message(x)
+    sums = torch.zeros(2 * x.shape[1], dtype=torch.float64)
+    return {
+        "batch_norm_stats": (x, weight, bias, mean, var, torch.tensor(0)),
+        "batch_norm_elemt": (x, stats, None, bias, EPS),
+        "batch_norm_elemt_running": (x, stats, None, None, EPS, mean, var, None, 0.1),
+        "batch_norm_backward_reduce": (dy, x, stats, EPS, True, False),
+        "batch_norm_backward_elemt": (dy, x, stats, sums, None, EPS),
+    }
+
+
 @pytest.mark.parametrize("step", _library.STEPS)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(compiled, step, layout, dtype):
+    """Schema, fake kernel and compiled graphs, of these shapes and of any."""
     for shape in ((4, 3, 5, 2), (4, 3), (0, 3, 4), (2, 3, 2, 2, 2)):
-        x = DENSE[layout](random(shape, dtype))
-        torch.library.opcheck(getattr(compiled, step), operator_calls(x)[step])
+        for calls in (operator_calls, other_calls):
+            x = DENSE[layout](random(shape, dtype))
+            torch.library.opcheck(getattr(compiled, step), calls(x)[step])
 
 
 @pytest.mark.parametrize("step", _library.STEPS)
