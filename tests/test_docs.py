@@ -16,16 +16,20 @@ NAMED = re.compile(r"`(test_\w+)::(test_\w+)(?:\[(\w+)\])?`")
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not beside tests/: docs")
 
 
-def rows(table):
-    """Returns the cells of each row of the tables whose last column says what shows it."""
-    text = (ROOT / "docs" / table).read_text()
+def tables(file):
+    """Returns the tables of a document: the cells of each row, those of the header first."""
     found = []
-    for block in text.split("\n\n"):
+    for block in (ROOT / "docs" / file).read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if line[:1] == "|"]
         cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-        if cells and cells[0][-1] == "shown by":
-            found += cells[2:]
+        if cells:
+            found.append([cells[0], *cells[2:]])
     return found
+
+
+def rows(file):
+    """Returns the cells of each row of the tables whose last column says what shows it."""
+    return [row for head, *body in tables(file) if head[-1] == "shown by" for row in body]
 
 
 def functions_of(file):

@@ -113,13 +113,18 @@ def count_rank(rank):
 
     functional.resolve_group, before = (lambda _: Counting()), functional.resolve_group
     x = random((2, CHANNELS, 4)).requires_grad_()
-    sync_batch_norm(x, None, None, training=True).sum().backward()
+    for twice in (False, True):
+        y = sync_batch_norm(x, None, None, training=True)
+        (g,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=twice)
+    g.sum().backward()
     functional.resolve_group = before
     return calls
 
 
-def test_one_collective_each_way(run):
-    assert run(2, count_rank) == [[2 * CHANNELS + 1, 2 * CHANNELS]] * 2
+def test_one_collective_each_way_and_two_where_a_second_backward_follows(run):
+    stats, sums = 2 * CHANNELS + 1, 2 * CHANNELS
+    once, twice = [stats, sums], [stats, stats, sums, sums, stats]
+    assert run(2, count_rank) == [once + twice] * 2
 
 
 class Net(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,14 @@ def test_the_first_cuda_tensor_may_be_a_compiled_ones(monkeypatch, missing):
 
 def test_other_devices_use_torch_operations():
     assert _library.kernels_for(torch.device("xpu")) is _composite
+
+
+def test_no_private_operator_of_torch_is_called():
+    """They change between releases. What is public of batch norm is torch.nn.functional's."""
+    private = re.compile(r"ops\.aten|torch\.(_?native_)?(_?cudnn_)?_?batch_norm|_VF|_VariableFun")
+    files = [*PACKAGE.glob("*.py")]
+    assert len(files) > 10
+    assert not [line for f in files for line in f.read_text().splitlines() if private.search(line)]
 
 
 def test_import_leaves_cuda_alone():
