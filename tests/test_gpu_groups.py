@@ -9,7 +9,7 @@ from test_groups import (  # noqa: F401
     test_ddp_trains_as_one_process_does,
     test_evaluation_makes_no_collective,
     test_groups_talk_among_themselves,
-    test_one_collective_each_way_and_two_where_a_second_backward_follows,
+    test_how_many_messages_a_step_sends,
     test_ranks_that_need_different_gradients_do_not_hang,
     test_the_group_is_looked_up_at_each_forward,
 )

@@ -121,9 +121,9 @@ def count_rank(rank):
     return calls
 
 
-def test_one_collective_each_way_and_two_where_a_second_backward_follows(run):
+def test_how_many_messages_a_step_sends(run):
     stats, sums = 2 * CHANNELS + 1, 2 * CHANNELS
-    once, twice = [stats, sums], [stats, stats, sums, sums, stats]
+    once, twice = [stats, sums], [stats, *(stats, sums), *(sums, stats, sums)]
     assert run(2, count_rank) == [once + twice] * 2
 
 
