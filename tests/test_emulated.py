@@ -13,6 +13,7 @@ import pytest
 from emulator import operators
 from emulator.build import load
 from inputs import random
+from test_compile import test_each_setting_is_one_graph_that_does_what_eager_does  # noqa: F401
 from test_derivatives import test_derivatives_of_three_orders_over_ranks  # noqa: F401
 from test_distributed import (  # noqa: F401
     test_image_sizes_may_differ_between_ranks,
@@ -27,7 +28,6 @@ from test_module import (  # noqa: F401
     test_gradcheck,
     test_memory_format_is_kept,
     test_mixtures_of_types,
-    test_one_graph_under_compile,
     test_only_what_needs_a_gradient_gets_one,
     test_runs_are_the_same_bits,
     test_training_step_is_right_in_every_layout_and_type,

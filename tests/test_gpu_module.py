@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu import on_gpu, several_gpus  # noqa: F401
 from inputs import LAYOUTS, random
+from test_compile import test_each_setting_is_one_graph_that_does_what_eager_does
 from test_memory import test_backward_keeps_the_input_and_three_vectors  # noqa: F401
 from test_module import (  # noqa: F401
     test_a_kernel_that_wrote_the_buffers_is_seen_by_autograd,
@@ -19,7 +20,6 @@ from test_module import (  # noqa: F401
     test_gradcheck,
     test_memory_format_is_kept,
     test_mixtures_of_types,
-    test_one_graph_under_compile,
     test_only_what_needs_a_gradient_gets_one,
     test_runs_are_the_same_bits,
     test_training_step_is_right_in_every_layout_and_type,
@@ -102,7 +102,7 @@ def test_tensors_on_two_gpus_are_refused(compiled, step):
 
 def first_compiled_rank(rank):
     """In a process of its own: no kernels have been asked for before the trace."""
-    test_one_graph_under_compile()
+    test_each_setting_is_one_graph_that_does_what_eager_does({})
 
 
 def test_the_first_call_of_a_process_may_be_compiled():

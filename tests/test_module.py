@@ -254,18 +254,6 @@ def test_a_trace_computes_what_the_layer_does(training):
     torch.testing.assert_close(traced(other), layer(other))
 
 
-def test_one_graph_under_compile():
-    layer = FastSyncBatchNorm(3, momentum=None)
-    plain = copy.deepcopy(layer)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        x, dy = random((4, 3, 5, 5)), random((4, 3, 5, 5))
-        for a, b in zip(train_once(compiled, x, dy), train_once(plain, x, dy), strict=True):
-            torch.testing.assert_close(a, b)
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(layer.state_dict()[key], value)
-
-
 def test_a_symbolic_trace_sees_a_leaf():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), FastSyncBatchNorm(4))
     traced = torch.fx.symbolic_trace(net)
