@@ -53,9 +53,7 @@ def test_a_step_reads_nothing_back(layout, arguments, twice):
     for dtype in DTYPES:
         with FakeTensorMode():
             layer = FastSyncBatchNorm(CHANNELS, **arguments)
-            layer.num_batches_tracked = torch.randint(
-                3, ()
-            )  # that of the layer is a known constant
+            layer.num_batches_tracked = torch.randint(3, ())  # the layer's own is a known 0
             x = LAYOUTS[layout](torch.randn(4, CHANNELS, 3, 3, dtype=dtype)).requires_grad_()
             y, dx = step(layer, x, twice)
         for result in (y, dx):

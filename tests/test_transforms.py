@@ -127,7 +127,7 @@ def dual_numbers(net, x):
     net = copy.deepcopy(net)
     with forward_ad.dual_level():
         y = net(forward_ad.make_dual(x, torch.sin(x)))
-        return forward_ad.unpack_dual(y).tangent, *net.buffers()
+        return forward_ad.unpack_dual(y).tangent, dict(net.named_buffers())
 
 
 def backward_of(net, x, create_graph):
