@@ -96,7 +96,6 @@ def sum_rank(rank):
     both = functools.partial(AllReduce.apply, group)
     x = torch.arange(6.0).view(2, 3).t()  # not contiguous
     own, other = x * (rank + 1), torch.cos(x)
-
     assert both(own, other)[0].is_contiguous()  # NCCL sums nothing else
 
     def backward(*slopes):
