@@ -148,7 +148,7 @@ class AllReduce(torch.autograd.Function):
     def forward(group: Any, tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         own = tensor.clone(memory_format=torch.contiguous_format)
         total = all_reduce(own, group, torch.compiler.is_compiling())
-        return total, *(other.view_as(other) for other in others)
+        return total, *others
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -160,7 +160,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling() and _traced():
+        if _traced():
             # It folds what does not depend on tangents, and with it a sum without the wait for it.
             raise RuntimeError(
                 "FastSyncBatchNorm: torch.func.linearize does not work across ranks: use "

@@ -240,16 +240,18 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
         passage.check()
     weight_like_input = weight is not None and weight.dtype is not torch.float32
     compiling = kernels is None and torch.compiler.is_compiling()
-    # create_graph=True: the same steps in operations that autograd sees through, from
-    # statistics that depend on the input (and so on every rank's).
-    differentiable = torch.is_grad_enabled() and not compiling
+    # create_graph=True, or a transform around this backward alone: the same steps in operations
+    # that both see through, from statistics that depend on the input (and so on every rank's).
+    differentiable = not compiling and (torch.is_grad_enabled() or _transforms.active())
     if differentiable:
         kernels = _composite
         stats = kernels.batch_norm_stats(input)
         if group is not None:
             # Where the input needs no gradient too, so that this rank's second backward comes to
             # the collective that a peer's waits in.
-            (stats,) = AllReduce.apply(group, stats.requires_grad_())
+            if not stats.requires_grad:
+                stats.requires_grad = True  # requires_grad_() is refused inside of torch.func
+            (stats,) = AllReduce.apply(group, stats)
     else:
         kernels = kernels or kernels_for(input.device)
         if grad_out.stride() != input.stride():

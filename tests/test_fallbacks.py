@@ -8,7 +8,7 @@ from inputs import random
 from torch import nn
 from training import train_once
 
-from syncbn_cuda import FastSyncBatchNorm, _checks, _composite, functional
+from syncbn_cuda import FastSyncBatchNorm, _checks, _composite, _transforms, functional
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -29,6 +29,14 @@ def test_a_device_without_float64_serves_one_process(monkeypatch, momentum):
         _checks.check_training(
             x.to("meta"), None, None, (None,) * 3, 0.1, 1e-5, object(), ours, False
         )
+
+
+def test_transforms_of_one_process_need_no_float64(monkeypatch):
+    monkeypatch.setattr(_checks, "lacks_float64", lambda input: True)
+    monkeypatch.setattr(_transforms, "train", lambda *_: pytest.fail("computes in float64"))
+    x, dx = random((4, 3, 5, 5)), random((4, 3, 5, 5))
+    layers = [kind(3, track_running_stats=False) for kind in (FastSyncBatchNorm, nn.BatchNorm2d)]
+    torch.testing.assert_close(*(torch.func.jvp(layer, (x,), (dx,)) for layer in layers))
 
 
 @pytest.mark.parametrize("step", ["batch_norm_stats", "batch_norm_backward_reduce"])

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from inputs import DTYPES, LAYOUTS
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from syncbn_cuda import FastSyncBatchNorm, _library
+from syncbn_cuda import FastSyncBatchNorm, _checks, _library
 
 CHANNELS = 5
 
@@ -34,6 +35,8 @@ def world(request):
 def _kernels(request, monkeypatch):
     if request.param == "composite":
         monkeypatch.setattr(_library._available, "compiled", None)
+    # Of fake tensors this check would read nothing, and so tell nothing.
+    monkeypatch.setattr(_checks, "check_global_count", lambda *_: pytest.fail("reads the count"))
 
 
 def step(layer, x, twice):
@@ -53,13 +56,19 @@ def test_a_step_reads_nothing_back(layout, arguments, twice):
     for dtype in DTYPES:
         with FakeTensorMode():
             layer = FastSyncBatchNorm(CHANNELS, **arguments)
-            layer.num_batches_tracked = torch.randint(
-                3, ()
-            )  # that of the layer is a known constant
+            layer.num_batches_tracked = torch.randint(3, ())  # the layer's own is a known 0
             x = LAYOUTS[layout](torch.randn(4, CHANNELS, 3, 3, dtype=dtype)).requires_grad_()
             y, dx = step(layer, x, twice)
         for result in (y, dx):
             assert result.shape == x.shape and result.dtype == dtype
+
+
+@pytest.mark.usefixtures("world", "_kernels")
+def test_forward_mode_reads_nothing_back():
+    with FakeTensorMode(), forward_ad.dual_level():
+        x = torch.randn(4, CHANNELS, 3, 3)
+        y = FastSyncBatchNorm(CHANNELS)(forward_ad.make_dual(x, x))
+        assert forward_ad.unpack_dual(y).tangent.shape == x.shape
 
 
 def test_the_check_would_notice_a_read():

@@ -1,4 +1,6 @@
-"""torch.func and forward-mode AD through a layer in training, alone, over ranks and compiled.
+"""torch.func and forward-mode AD through a layer in training, alone and compiled.
+
+Over ranks: test_transforms_ranks.py.
 
 The reference is the formula in torch operations, of which torch knows every derivative:
 ``nn.BatchNorm`` itself has wrong ones (test_batch_norm_has_wrong_derivatives_of_its_own).
@@ -9,10 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 
-import numpy as np
 import pytest
 import torch
-from inputs import numpy, random
+from inputs import random
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import (
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm
 
 CHANNELS = 3
-COUNTS = (3, 2)
+SAMPLES = 5
 
 
 class Formula(nn.BatchNorm2d):
@@ -59,7 +60,8 @@ def net_of(layer, seed=0, **arguments):
         nn.Tanh(),
         nn.Conv2d(CHANNELS, 2, 1),
     )
-    nn.init.uniform_(net[1].weight, 0.5, 1.5)
+    if net[1].affine:
+        nn.init.uniform_(net[1].weight, 0.5, 1.5)
     return net.double()
 
 
@@ -71,7 +73,7 @@ def arguments_of(net):
 
 def batch():
     torch.manual_seed(1)
-    return random((sum(COUNTS), 2, 3, 2), torch.float64)
+    return random((SAMPLES, 2, 3, 2), torch.float64)
 
 
 def tangents_of(values):
@@ -125,7 +127,29 @@ def dual_numbers(net, x):
     net = copy.deepcopy(net)
     with forward_ad.dual_level():
         y = net(forward_ad.make_dual(x, torch.sin(x)))
-        return forward_ad.unpack_dual(y).tangent, *net.buffers()
+        return forward_ad.unpack_dual(y).tangent, dict(net.named_buffers())
+
+
+def backward_of(net, x, create_graph):
+    """Calls a net outside of all transforms; returns its output, and its backward to transform."""
+    x = x.clone().requires_grad_()
+    y = net(x)
+    leaves = (x, *net.parameters())
+    return y.detach(), functools.partial(
+        torch.autograd.grad, y, leaves, retain_graph=True, create_graph=create_graph
+    )
+
+
+def batched_backward(create_graph, net, x):
+    y, backward = backward_of(net, x, create_graph)
+    return vmap(backward)(torch.stack([torch.cos(y), torch.sin(y)]))
+
+
+def dual_backward(create_graph, net, x):
+    y, backward = backward_of(net, x, create_graph)
+    with forward_ad.dual_level():
+        grads = backward(forward_ad.make_dual(torch.cos(y), torch.sin(y)))
+        return [forward_ad.unpack_dual(grad).tangent for grad in grads]
 
 
 def nested(*transforms):
@@ -168,6 +192,10 @@ TRANSFORMS = {
     "vmap over an ensemble": ensemble,
     "vmap of grad over an ensemble": gradients_of_an_ensemble,
     "vmap over batches": batches,
+    "vmap of a backward": functools.partial(batched_backward, False),
+    "vmap of a backward with a graph": functools.partial(batched_backward, True),
+    "dual level of a backward": functools.partial(dual_backward, False),
+    "dual level of a backward with a graph": functools.partial(dual_backward, True),
 }
 
 
@@ -192,48 +220,6 @@ def test_transforms_inside_of_one_compiled_graph(transform):
         lambda x: TRANSFORMS[transform](net, x), backend="aot_eager", fullgraph=True
     )
     assert_same(compiled(x), TRANSFORMS[transform](net_of(Formula), x))
-
-
-def transforms_rank(rank, names):
-    x = batch().split(COUNTS)[rank]
-    results = [TRANSFORMS[name](net_of(FastSyncBatchNorm), x) for name in names]
-    return [[numpy(leaf) for leaf in tree_leaves(result)] for result in results]
-
-
-def joined(pieces, shape):
-    """Puts what ranks got together to what one process gets of the whole batch."""
-    if pieces[0].shape != shape:
-        return np.concatenate(pieces, axis=pieces[0].ndim - 4)  # of an input or an output
-    if np.array_equal(*pieces):
-        return pieces[0]  # of the buffers, which are the same bits
-    return sum(pieces)  # of the loss, which is that of all ranks
-
-
-def test_transforms_cross_ranks(run):
-    names = [name for name in TRANSFORMS if name != "linearize"]
-    for name, *parts in zip(names, *run(2, transforms_rank, names), strict=True):
-        whole = tree_leaves(TRANSFORMS[name](net_of(Formula), batch()))
-        for *pieces, expected in zip(*parts, map(numpy, whole), strict=True):
-            actual = joined(pieces, expected.shape)
-            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9, err_msg=name)
-
-
-def refused_rank(rank):
-    net, x = net_of(FastSyncBatchNorm), batch()
-    of_net = functools.partial(gradient, net)
-    one, layer = random((1 - rank, CHANNELS), torch.float64), net[1]
-    for call, argument, message in (
-        (functools.partial(linearized, net), x, "linearize does not work across ranks: use torch"),
-        (torch.compile(of_net, backend="eager", fullgraph=True), x, "leave the .* uncompiled"),
-        (functools.partial(vector_jacobian, layer), one, "1 value per channel .* whole process"),
-    ):
-        with pytest.raises(Exception, match=message):
-            call(argument)
-    return True
-
-
-def test_what_is_wrong_or_unsupported_over_ranks_is_refused(run):
-    assert run(2, refused_rank) == [True, True]
 
 
 def test_captured_buffers_are_refused_as_by_batch_norm_and_stay():
@@ -275,8 +261,16 @@ def test_transforms_of_evaluation_are_those_of_batch_norm(of):
     assert_same(*results)
 
 
-def test_a_converted_model_is_transformed_as_one_of_batch_norm():
-    plain = net_of(nn.BatchNorm2d)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({}, {"momentum": 0.3, "eps": 0.1}, {"momentum": None}, {"affine": False}),
+        {"track_running_stats": False, "eps": 0.1},
+    ],
+    ids=str,
+)
+def test_a_converted_model_is_transformed_as_one_of_batch_norm(arguments):
+    plain = net_of(nn.BatchNorm2d, **arguments)
     assert_same(
         gradient(convert_sync_batchnorm(copy.deepcopy(plain)), batch()), gradient(plain, batch())
     )
