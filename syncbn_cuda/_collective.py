@@ -15,7 +15,10 @@ _AVAILABLE = dist.is_available()
 _OPTIONS: Any = dist.AllreduceOptions() if _AVAILABLE else None
 #: What ``new_group`` gives to ranks outside of the new group.
 _NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER if _AVAILABLE else object()
-_modes = torch._C._len_torch_dispatch_stack  # not public, asked as it is quick
+# Not public, and asked first as they are quick.
+_modes = torch._C._len_torch_dispatch_stack
+_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 if _AVAILABLE:
     import torch.distributed._functional_collectives as _functional  # what compilers know
     import torch.distributed.distributed_c10d as c10d
@@ -120,14 +123,14 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
-def _traced() -> bool:
+def is_traced() -> bool:
     """Whether ``make_fx`` or the like writes down what is called."""
-    return bool(_modes()) and get_proxy_mode() is not None
+    return (_modes() > 0 or _included(_PRE_DISPATCH)) and get_proxy_mode() is not None
 
 
 def all_reduce(tensor: Tensor, group: Any, compiling: bool) -> Tensor:
     """Returns the sum of a tensor over the ranks of a group, which may take the tensor's place."""
-    if compiling or _traced():
+    if compiling or is_traced():
         # A graph would hold the group's own method without the wait for it.
         return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
     # The group's own method: half the host time of the wrapper.
@@ -148,7 +151,7 @@ class AllReduce(torch.autograd.Function):
     def forward(group: Any, tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         own = tensor.clone(memory_format=torch.contiguous_format)
         total = all_reduce(own, group, torch.compiler.is_compiling())
-        return total, *others
+        return total, *(other.clone() for other in others)  # which may be written in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -160,7 +163,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        if _traced():
+        if is_traced():
             # It folds what does not depend on tangents, and with it a sum without the wait for it.
             raise RuntimeError(
                 "FastSyncBatchNorm: torch.func.linearize does not work across ranks: use "

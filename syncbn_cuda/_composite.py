@@ -51,7 +51,8 @@ def batch_norm_elemt(
         output = output * _per_channel(weight.double(), input)
     if bias is not None:
         output = output + _per_channel(bias.double(), input)
-    return output.to(input.dtype)
+    # Where this does nothing, torch 2.11 compiles the backward of its autograd.Function to zeros.
+    return output.to(input.dtype, copy=torch.compiler.is_compiling())
 
 
 def batch_norm_elemt_running(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from syncbn_cuda import _checks, _composite
+from syncbn_cuda._checkpoint import Passage
 from syncbn_cuda._collective import AllReduce
 
 try:
@@ -40,6 +41,7 @@ def train(
     eps: float,
     group: Any | None,
     owner: torch.nn.Module | None,
+    passage: Passage | None,
 ) -> Tensor:
     """Normalises by the batch of all ranks, and moves the buffers.
 
@@ -58,6 +60,8 @@ def train(
         if input.numel() <= input.shape[1]:
             with suppress(RuntimeError):  # under vmap there is no single value to read
                 _checks.check_global_count(input, stats, owner)
+    if passage is not None:
+        passage.keep(stats.detach())
     if running_mean is None or running_var is None:
         return _composite.batch_norm_elemt(input, stats, weight, bias, eps)
     return _composite.batch_norm_elemt_running(

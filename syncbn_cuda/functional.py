@@ -144,9 +144,6 @@ def batch_norm(
     compiling = kernels is None and torch.compiler.is_compiling()
     try:
         _checks.check_training(input, weight, bias, buffers, momentum, eps, group, owner, compiling)
-        transformed = kernels is None and _transforms.active()
-        if transformed and not _checks.lacks_float64(input):
-            return _transforms.train(input, *buffers, weight, bias, momentum, eps, group, owner)
         passage = None
         if not compiling and _checkpoint.may_be_around():
             if _checkpoint.selects():
@@ -160,6 +157,10 @@ def batch_norm(
             return train_alone(input, *buffers, weight, bias, momentum, eps, passage)
         if passage is not None and passage.is_recompute:
             buffers = (None, None, None)  # the first pass has moved them
+        if kernels is None and _transforms.active():
+            return _transforms.train(
+                *(input, *buffers, weight, bias, momentum, eps, group, owner, passage)
+            )
         return _SyncBatchNorm.apply(
             input if input.is_contiguous() else dense(input),
             weight if weight is None else weight.contiguous(),
@@ -199,8 +200,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         if passage is not None and passage.is_recompute:
             stats = passage.stats
         else:
-            vectors = () if checking is None else (weight, bias, *buffers)
-            stats = kernels.batch_norm_stats(input, *vectors)
+            # Also where they have been checked: compilers make one step of two that look alike.
+            stats = kernels.batch_norm_stats(input, weight, bias, *buffers)
             if group is not None:
                 stats = all_reduce(stats, group, compiling)
                 if input.numel() <= input.shape[1]:
@@ -239,7 +240,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
     if passage is not None:
         passage.check()
     weight_like_input = weight is not None and weight.dtype is not torch.float32
-    compiling = kernels is None and torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()  # compiled autograd does a backward of eager forwards
     # create_graph=True, or a transform around this backward alone: the same steps in operations
     # that both see through, from statistics that depend on the input (and so on every rank's).
     differentiable = not compiling and (torch.is_grad_enabled() or _transforms.active())
@@ -253,7 +254,8 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
                 stats.requires_grad = True  # requires_grad_() is refused inside of torch.func
             (stats,) = AllReduce.apply(group, stats)
     else:
-        kernels = kernels or kernels_for(input.device)
+        if compiling or kernels is None:
+            kernels = kernels_for(input.device)
         if grad_out.stride() != input.stride():
             grad_out = torch.empty_like(input).copy_(grad_out)
     sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from training import train_once
 
-from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm
+from syncbn_cuda import FastSyncBatchNorm, _library, convert_sync_batchnorm
 from syncbn_cuda.functional import sync_batch_norm
 
 CHANNELS = 5
@@ -86,6 +86,14 @@ def block():
             *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU()),
         )
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_torch_operations_may_be_compiled_as_well(monkeypatch, dtype):
+    monkeypatch.setattr(_library._available, "compiled", None)
+    layer = FastSyncBatchNorm(CHANNELS, dtype=dtype)
+    batch = [random((4, CHANNELS, 3), dtype, mean=mean) for mean in (1, 0)]
+    assert_same_steps(whole(layer), copy.deepcopy(layer), [batch])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -172,21 +180,21 @@ def test_ddp_in_both_orders_is_one_process(run, backend, order):
 
 
 #: Each of four ranks is in two groups of one size.
-ROWS, COLUMNS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
+SINGLES, ROWS, COLUMNS = [[r] for r in range(4)], ([0, 1], [2, 3]), ([0, 2], [1, 3])
 
 
-def own_group(rank, pairs):
-    """Makes the groups of pairs of ranks, as every rank has to; returns this rank's own."""
-    return [group for group, pair in [(dist.new_group(p), p) for p in pairs] if rank in pair][0]
+def own_group(rank, groups):
+    """Makes the groups of some ranks, as every rank has to; returns this rank's own."""
+    return [made for made, ranks in [(dist.new_group(g), g) for g in groups] if rank in ranks][0]
 
 
 def group_rank(rank, pieces):
     """Trains a compiled layer, and calls a compiled function, in several groups in turn."""
-    row, column = own_group(rank, ROWS), own_group(rank, COLUMNS)
+    single, row, column = (own_group(rank, groups) for groups in (SINGLES, ROWS, COLUMNS))
     layer = FastSyncBatchNorm(CHANNELS)
     layer.compile(backend="aot_eager", fullgraph=True)
     steps = []
-    for group in (row, column, None, row):
+    for group in (single, row, column, None, row):
         layer.process_group = group
         layer.zero_grad()
         layer.reset_running_stats()
@@ -195,13 +203,13 @@ def group_rank(rank, pieces):
         lambda x, group: sync_batch_norm(x, None, None, training=True, process_group=group)
     )
     x = pieces[rank][0]
-    return steps, [numpy(call(x, group)) for group in (row, column, None)]
+    return steps, [numpy(call(x, group)) for group in (single, row, column, None)]
 
 
 def test_a_compiled_layer_talks_to_the_group_it_has(run):
-    pieces = shards((2, 3, 0, 4), tail=(4,))
+    pieces = shards((2, 3, 1, 4), tail=(4,))
     answers = run(4, group_rank, pieces)
-    for index, groups in enumerate((ROWS, COLUMNS, [range(4)], ROWS)):
+    for index, groups in enumerate((SINGLES, ROWS, COLUMNS, [range(4)], ROWS)):
         for group in groups:
             ranks = [answers[rank][0][index] for rank in group]
             assert_is_global(ranks, [pieces[rank] for rank in group], torch.float32)
@@ -226,15 +234,28 @@ def all_reduces(needs):
     return counts
 
 
+class Twins(nn.Module):
+    """Two layers of one input, whose steps a compiler might take for one, and a layer of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.twins = nn.ModuleList(FastSyncBatchNorm(CHANNELS) for _ in range(2))
+        self.last = FastSyncBatchNorm(CHANNELS)
+        self.last.weight.requires_grad_(False)
+
+    def forward(self, x):
+        first, second = self.twins
+        return self.last(first(x).relu() * second(x))
+
+
 def gradients_of(needs, rank, backend):
     """Trains a net on a rank's input; returns the gradients. Without a backend it runs eagerly."""
     torch.manual_seed(0)
-    net = nn.Sequential(FastSyncBatchNorm(CHANNELS), nn.ReLU(), FastSyncBatchNorm(CHANNELS))
-    net[2].weight.requires_grad_(False)
-    x = random((3, CHANNELS, 4))[rank:]
-    for leaf, needed in zip((x, net[0].weight, net[0].bias), needs, strict=True):
-        leaf.requires_grad_(needed)
-    (whole(net, backend) if backend else net)(x).pow(2).sum().backward()
+    net, x = Twins(), random((3, CHANNELS, 4))[rank:]
+    for twin in net.twins:
+        for leaf, needed in zip((x, twin.weight, twin.bias), needs, strict=True):
+            leaf.requires_grad_(needed)
+    (whole(net, backend) if backend else net)(x).pow(3).sum().backward()
     return [leaf.grad for leaf in (x, *net.parameters()) if leaf.requires_grad]
 
 

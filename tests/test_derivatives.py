@@ -119,33 +119,39 @@ def test_a_second_derivative_has_its_types_and_accuracy(layout, dtype):
     assert_close(grad_weight, expected[1], torch.float32)
 
 
-def input_and_weight():
+def input_and_parameters():
     torch.manual_seed(0)
     x = torch.randn(2, 4, CHANNELS, 2, dtype=torch.float64)
-    return x, torch.rand(CHANNELS, dtype=torch.float64).add(0.5).requires_grad_()
+    parameters = torch.rand(2, CHANNELS, dtype=torch.float64).add(0.5)
+    return x, [p.clone().requires_grad_() for p in parameters]
 
 
-def uneven_rank(rank):
-    """One rank needs the gradients of all variables, its peer that of the weight alone."""
-    pieces, weight = input_and_weight()
+def uneven_rank(rank, peers):
+    """Rank 0 needs the gradients of all variables, its peer that of one parameter alone."""
+    pieces, parameters = input_and_parameters()
     x = pieces[rank].clone().requires_grad_(rank == 0)
-    y = sync_batch_norm(x, None, None, weight, training=True)
-    grads = torch.autograd.grad(y.pow(3).sum(), [weight, x][: 2 - rank], create_graph=True)
+    y = sync_batch_norm(x, None, None, *parameters, training=True)
+    needed = [parameters[peers]] if rank else [x, *parameters]
+    grads = torch.autograd.grad(y.pow(3).sum(), needed, create_graph=True)
     torch.stack([g.pow(2).sum() for g in grads]).sum().backward()
-    return numpy(weight.grad), None if rank else numpy(x.grad)
+    return [numpy(p.grad) for p in parameters], None if rank else numpy(x.grad)
 
 
-def test_ranks_may_need_different_gradients(run):
-    x, weight = input_and_weight()
+@pytest.mark.parametrize("peers", [0, 1], ids=["weight", "bias"])
+def test_ranks_may_need_different_gradients(run, peers):
+    x, parameters = input_and_parameters()
     x.requires_grad_()
     mean, var = x.mean((0, 1, 3)), x.var((0, 1, 3), correction=0)
-    copies = weight.repeat(2, 1)
-    y = (x - mean[:, None]) / (var[:, None] + 1e-5).sqrt() * copies[:, None, :, None]
-    of_x, of_copies = torch.autograd.grad(y.pow(3).sum(), (x, copies), create_graph=True)
-    (of_copies.pow(2).sum() + of_x[0].pow(2).sum()).backward()
-    (own, of_input), (peers, _) = run(2, uneven_rank)
+    copies = [p.repeat(2, 1) for p in parameters]
+    weight, bias = (copy[:, None, :, None] for copy in copies)
+    y = (x - mean[:, None]) / (var[:, None] + 1e-5).sqrt() * weight + bias
+    of_x, *of_copies = torch.autograd.grad(y.pow(3).sum(), (x, *copies), create_graph=True)
+    of_rank_0 = torch.stack([g[0].pow(2).sum() for g in (of_x, *of_copies)]).sum()
+    (of_rank_0 + of_copies[peers][1].pow(2).sum()).backward()
+    (own, of_input), (others, _) = run(2, uneven_rank, peers)
     np.testing.assert_allclose(of_input, numpy(x.grad[0]), rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(own + peers, numpy(weight.grad), rtol=1e-9, atol=1e-9)
+    for parameter, *grads in zip(parameters, own, others, strict=True):
+        np.testing.assert_allclose(sum(grads), numpy(parameter.grad), rtol=1e-9, atol=1e-9)
 
 
 class Critic(nn.Module):

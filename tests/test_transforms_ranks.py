@@ -21,8 +21,12 @@ from test_transforms import (
     net_of,
     vector_jacobian,
 )
+from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+from torch.utils.checkpoint import checkpoint
 
 from syncbn_cuda import FastSyncBatchNorm
 from syncbn_cuda._collective import AllReduce
@@ -116,3 +120,55 @@ def sum_rank(rank):
 
 def test_the_sum_over_ranks_and_its_derivatives(run):
     assert run(3, sum_rank) == [True] * 3
+
+
+def step_of(net, x):
+    return torch.autograd.grad(net(x).pow(3).sum(), [x, *net.parameters()])
+
+
+def graph_rank(rank, counts, pre_dispatch):
+    """A graph of make_fx computes on another batch what a call does."""
+    net = net_of(FastSyncBatchNorm, track_running_stats=False)[1]
+    torch.manual_seed(rank)
+    x, other = torch.randn(2, counts[rank], CHANNELS, dtype=torch.float64).unbind()
+    step = functools.partial(step_of, net)
+    graph = make_fx(step, pre_dispatch=pre_dispatch)(x.requires_grad_())
+    other = other.clone().requires_grad_()
+    assert_same(graph(other), step(other))
+    return True
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("counts", [(2, 3), (0, 3)], ids=str)
+def test_graphs_hold_the_sum_over_ranks(run, counts, pre_dispatch):
+    assert run(2, graph_rank, counts, pre_dispatch) == [True, True]
+
+
+def later_backward_rank(rank):
+    """A backward that is compiled where the forward was not; and gradients written in place."""
+    torch.compiler.reset()
+    net, x = net_of(FastSyncBatchNorm), batch().split(COUNTS)[rank].requires_grad_()
+    expected = torch.autograd.grad(net(x).pow(3).sum(), [x, *net.parameters()])
+    y = net(x)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        y.pow(3).sum().backward()
+    assert_same([x.grad, *(p.grad for p in net.parameters())], expected)
+    twice = torch.autograd.grad(net(x).pow(3).sum(), [x, *net.parameters()], create_graph=True)
+    assert_same([gradient.mul_(2) for gradient in twice], [2 * each for each in expected])
+    return True
+
+
+def test_later_backwards_are_those_of_eager(run):
+    assert run(2, later_backward_rank) == [True, True]
+
+
+def counted_rank(rank, reentrant):
+    net, x = net_of(FastSyncBatchNorm), batch().split(COUNTS)[rank].requires_grad_()
+    with forward_ad.dual_level():
+        checkpoint(net, x, use_reentrant=reentrant).sum().backward()
+    return net[1].num_batches_tracked.item()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_in_a_dual_level_moves_the_buffers_once(run, reentrant):
+    assert run(2, counted_rank, reentrant) == [1, 1]
