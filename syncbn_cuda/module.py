@@ -67,7 +67,8 @@ class FastSyncBatchNorm(_BatchNorm):
 
         In an activation checkpoint, reentrant or not, the recompute takes the statistics of the
         first pass: it makes no ``all_reduce`` and leaves the buffers alone. Compile such a model
-        as a whole: the recompute of a block that was compiled by itself cannot be told apart.
+        as a whole, on every rank: the compiler's own recompute may ask the peers again, and that
+        of a block that was compiled by itself cannot be told apart.
 
         Copies (``copy.deepcopy``, ``AveragedModel``) share the process group. Pickles
         (``torch.save(model)``) drop it, with a warning, and it can be set again.
