@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
 
 import pytest
 import torch
+from inputs import random
 from torch import nn
 
 from syncbn_cuda import FastSyncBatchNorm, functional, module
@@ -199,3 +201,14 @@ def test_tensors_of_inference_mode_are_refused_before_buffers_move():
 def test_a_sparse_input_is_named():
     with pytest.raises(TypeError, match=r"FastSyncBatchNorm\(3\): expected a dense input"):
         FastSyncBatchNorm(3)(torch.randn(4, 3).to_sparse())
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_a_model_in_training_is_not_exported_without_its_backward(strict):
+    for leaf in (None, "input", "0.weight", "0.bias"):
+        model, x = nn.Sequential(FastSyncBatchNorm(3)), random((4, 3, 6, 5))
+        for name, tensor in (("input", x), *model.named_parameters()):
+            tensor.requires_grad_(name == leaf)
+        refused = pytest.raises(RuntimeError, match=r"BatchNorm\(3\): an exported program.*revert")
+        with refused if leaf else contextlib.nullcontext():
+            torch.export.export(model, (x,), strict=strict)

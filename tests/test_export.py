@@ -288,10 +288,3 @@ def test_one_rank_exports_alone_in_evaluation(elsewhere, tmp_path, run, own, str
     run(2, evaluation_rank, own, strict, tmp_path)
     x, outputs = torch.load(tmp_path / "expected.pt")
     torch.testing.assert_close(elsewhere("export", tmp_path / "program.pt2", x), [outputs])
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-def test_a_model_in_training_is_not_exported_without_its_backward(strict):
-    model = trained().train()
-    with pytest.raises(RuntimeError, match=r"FastSyncBatchNorm\(4\): an exported program.*revert"):
-        torch.export.export(model, (random(SHAPES[2]),), strict=strict)

@@ -63,6 +63,16 @@ def test_a_step_reads_nothing_back(layout, arguments, twice):
             assert result.shape == x.shape and result.dtype == dtype
 
 
+@pytest.mark.parametrize("world", [2], indirect=True, ids=["two ranks"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_value_a_channel_is_not_read_where_there_is_none(world, device):
+    """An eager rank reads the count there; fake tensors, and those of the meta device, have none."""
+    with FakeTensorMode() if device == "cpu" else torch.device("meta"):
+        layer, x = FastSyncBatchNorm(CHANNELS), torch.randn(1, CHANNELS).requires_grad_()
+        y, dx = step(layer, x, False)
+    assert y.shape == dx.shape == (1, CHANNELS)
+
+
 @pytest.mark.usefixtures("world", "_kernels")
 def test_forward_mode_reads_nothing_back():
     with FakeTensorMode(), forward_ad.dual_level():
