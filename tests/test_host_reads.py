@@ -66,7 +66,7 @@ def test_a_step_reads_nothing_back(layout, arguments, twice):
 @pytest.mark.parametrize("world", [2], indirect=True, ids=["two ranks"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_one_value_a_channel_is_not_read_where_there_is_none(world, device):
-    """An eager rank reads the count there; fake tensors, and those of the meta device, have none."""
+    """An eager rank reads the count there. Neither fake tensors nor those of meta have one."""
     with FakeTensorMode() if device == "cpu" else torch.device("meta"):
         layer, x = FastSyncBatchNorm(CHANNELS), torch.randn(1, CHANNELS).requires_grad_()
         y, dx = step(layer, x, False)
