@@ -65,8 +65,8 @@ def sync_batch_norm(
             or the whole group has a single value a channel. Raised before any collective, except
             for the last where only the collective can tell; then every rank raises.
         TypeError: a type is not supported, or ``process_group`` is no process group.
-        RuntimeError: a tensor of inference mode would be saved for backward, or written; or what
-            is exported in training would lose its backward.
+        RuntimeError: a tensor of inference mode would be saved for backward, or written; or a
+            program exported in training would lose its backward.
 
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
@@ -75,13 +75,13 @@ def sync_batch_norm(
 
         Every rank of the group has to run each training forward, and its backward if any does; one
         without data takes part with an empty batch, ``input[:0]``, whose output leads to its loss.
-        ``create_graph=True`` has to be given on all ranks or on none; derivatives of any order are
-        right, and from the second on come from torch operations in float64 that keep five float64
-        copies of the input. So do those of ``torch.func`` and of forward-mode AD, for which all
-        ranks have to run the same transforms.
+        ``create_graph=True`` has to be given on all ranks or on none. Second and higher derivatives,
+        and those of ``torch.func`` and of forward-mode AD, come from torch operations in float64
+        that keep up to five float64 tensors of the input's size; all ranks have to run the same
+        transforms.
 
-        ``torch.compile`` makes one graph of it, for any batch size; compiled or captured in a CUDA
-        graph, a single value a channel in the whole group goes unnoticed.
+        ``torch.compile`` makes one graph of it, for any batch size. Compiled or captured in a CUDA
+        graph, a single value a channel in a group of several ranks goes unnoticed.
 
         Sums are accumulated in float32 shifted by the data (float64 for float64 input) and leave a
         rank as float64. One ``all_reduce`` of ``2C + 1`` doubles in forward and one of ``2C`` in
