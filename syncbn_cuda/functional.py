@@ -75,7 +75,7 @@ def sync_batch_norm(
 
         Every rank of the group has to run each training forward, and its backward if any does; one
         without data takes part with an empty batch, ``input[:0]``, whose output leads to its loss.
-        ``create_graph=True`` has to be given on all ranks or on none. Second and higher derivatives,
+        ``create_graph=True`` has to be given on all ranks or on none. Derivatives beyond the first,
         and those of ``torch.func`` and of forward-mode AD, come from torch operations in float64
         that keep up to five float64 tensors of the input's size; all ranks have to run the same
         transforms.
