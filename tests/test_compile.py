@@ -78,6 +78,14 @@ def test_each_layout_and_type(shape, layout):
         assert_same_steps(whole(layer), copy.deepcopy(layer), [batch])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_torch_operations_may_be_compiled_as_well(monkeypatch, dtype):
+    monkeypatch.setattr(_library._available, "compiled", None)
+    layer = FastSyncBatchNorm(CHANNELS, dtype=dtype)
+    batch = [random((4, CHANNELS, 3), dtype, mean=mean) for mean in (1, 0)]
+    assert_same_steps(whole(layer), copy.deepcopy(layer), [batch])
+
+
 def block():
     torch.manual_seed(2)
     return convert_sync_batchnorm(
@@ -86,14 +94,6 @@ def block():
             *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU()),
         )
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_torch_operations_may_be_compiled_as_well(monkeypatch, dtype):
-    monkeypatch.setattr(_library._available, "compiled", None)
-    layer = FastSyncBatchNorm(CHANNELS, dtype=dtype)
-    batch = [random((4, CHANNELS, 3), dtype, mean=mean) for mean in (1, 0)]
-    assert_same_steps(whole(layer), copy.deepcopy(layer), [batch])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -122,8 +122,9 @@ def test_the_sum_over_ranks_and_its_derivatives(run):
     assert run(3, sum_rank) == [True] * 3
 
 
-def step_of(net, x):
-    return torch.autograd.grad(net(x).pow(3).sum(), [x, *net.parameters()])
+def step_of(net, x, create_graph=False):
+    leaves = [x, *net.parameters()]
+    return torch.autograd.grad(net(x).pow(3).sum(), leaves, create_graph=create_graph)
 
 
 def graph_rank(rank, counts, pre_dispatch):
@@ -148,12 +149,12 @@ def later_backward_rank(rank):
     """A backward that is compiled where the forward was not; and gradients written in place."""
     torch.compiler.reset()
     net, x = net_of(FastSyncBatchNorm), batch().split(COUNTS)[rank].requires_grad_()
-    expected = torch.autograd.grad(net(x).pow(3).sum(), [x, *net.parameters()])
+    expected = step_of(net, x)
     y = net(x)
     with compiled_autograd._enable(torch.compile(backend="aot_eager")):
         y.pow(3).sum().backward()
     assert_same([x.grad, *(p.grad for p in net.parameters())], expected)
-    twice = torch.autograd.grad(net(x).pow(3).sum(), [x, *net.parameters()], create_graph=True)
+    twice = step_of(net, x, create_graph=True)
     assert_same([gradient.mul_(2) for gradient in twice], [2 * each for each in expected])
     return True
 
