@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,4 +32,5 @@ def process_group(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # DistributedDataParallel, in cycles, keeps Gloo's threads beyond Python's end
         dist.destroy_process_group()
