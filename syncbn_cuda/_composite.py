@@ -70,12 +70,10 @@ def batch_norm_elemt_running(
     with torch.no_grad():
         mean, var, count = _moments(stats)
         seen = count > 0
-        if momentum is not None:
-            factor: Tensor | float = momentum
-        elif num_batches_tracked is not None:
+        factor: Tensor | float | None = momentum
+        if factor is None:
+            assert num_batches_tracked is not None  # as checked before
             factor = 1.0 / (num_batches_tracked + 1).double()
-        else:
-            raise ValueError("momentum=None needs num_batches_tracked")
         unbiased = var * (count / (count - 1).clamp(min=1))
         for running, value in ((running_mean, mean), (running_var, unbiased)):
             moved = (1 - factor) * running.double() + factor * value

@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import train_once
 
 from syncbn_cuda import FastSyncBatchNorm, _library, convert_sync_batchnorm
@@ -218,19 +219,40 @@ def test_a_compiled_layer_talks_to_the_group_it_has(run):
             np.testing.assert_array_equal(output, step["y"])
 
 
-def all_reduces(needs):
-    """Counts them in the forward and the backward graph of a compiled layer in a world of two."""
-    counts = []
+def counting_sums(counts):
+    """A compiler that appends how many sums over ranks each graph has."""
 
-    def count(graph, _):
+    def compile_(graph, _):
         counts.append(sum("all_reduce" in str(node.target) for node in graph.graph.nodes))
         return make_boxed_func(graph)
 
+    return compile_
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
+@torch.no_grad()
+def test_code_for_a_group_is_not_that_for_another_of_its_name(sizes):
+    """Groups of worlds that come one after the other may share a name, and differ in size."""
+    layer, counts = FastSyncBatchNorm(CHANNELS), []
+    compiled = whole(layer, aot_autograd(fw_compiler=counting_sums(counts)))
+    for size in sizes:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        layer.process_group = dist.group.WORLD
+        compiled(random((4, CHANNELS)))
+        dist.destroy_process_group()
+    assert counts == [size - 1 for size in sizes]
+
+
+def all_reduces(needs):
+    """Counts them in the forward and the backward graph of a compiled layer in a world of two."""
+    counts = []
     layer, x = FastSyncBatchNorm(CHANNELS), random((4, CHANNELS))
     for leaf, needed in zip((x, layer.weight, layer.bias), needs, strict=True):
         leaf.requires_grad_(needed)
-    partition = min_cut_rematerialization_partition
-    whole(layer, aot_autograd(fw_compiler=count, partition_fn=partition))(x).sum().backward()
+    backend = aot_autograd(
+        fw_compiler=counting_sums(counts), partition_fn=min_cut_rematerialization_partition
+    )
+    whole(layer, backend)(x).sum().backward()
     return counts
 
 

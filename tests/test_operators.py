@@ -180,6 +180,17 @@ def test_when_all_ranks_are_empty_the_buffers_stay(kernels):
     assert not sums.any() and not grad_weight.any()
 
 
+@pytest.mark.parametrize("count", [1, 195])
+def test_no_variance_is_left_negative(kernels, count):
+    """Each channel is one value, large enough for what rounding leaves of its square to show."""
+    x = torch.linspace(1e6, 1e7, 64, dtype=torch.float64).repeat(count, 1)
+    mean, var = torch.zeros(2, 64)
+    y = kernels.batch_norm_elemt_running(
+        x, kernels.batch_norm_stats(x), None, None, EPS, mean, var, None, 1.0
+    )
+    assert (var >= 0).all() and (y.abs() < 1e-3).all()
+
+
 @pytest.mark.parametrize("ratio", [1e1, 1e3, 1e5])
 @pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
