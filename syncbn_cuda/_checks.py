@@ -22,7 +22,12 @@ def fail(owner: torch.nn.Module | None, message: str, error: type = ValueError) 
     caller = "sync_batch_norm"
     if owner is not None:
         caller = f"{type(owner).__name__}({owner.num_features})"
-    raise error(f"{caller}: {message}")
+    text = f"{caller}: {message}"
+    if torch.compiler.is_compiling():
+        # Or a compiler that comes to the error leaves the layer uncompiled from now on. So it is
+        # raised in Python, or with fullgraph=True by the compiler, which shows the text.
+        torch._dynamo.graph_break(msg=text)
+    raise error(text)
 
 
 def check(

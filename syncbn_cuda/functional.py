@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from syncbn_cuda import _checkpoint, _checks, _composite, _transforms
-from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
+from syncbn_cuda._collective import (
+    AllReduce,
+    all_reduce,
+    compiled_with_its_caller,
+    hold_group,
+    resolve_group,
+)
 from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._plain import evaluate, train_alone
 from syncbn_cuda._tensors import allocate_again, dense
@@ -115,6 +121,7 @@ def sync_batch_norm(
     )
 
 
+@compiled_with_its_caller
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -224,6 +231,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return output
 
     @staticmethod
+    @compiled_with_its_caller
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         try:
             return (*_gradients(ctx, grads[0]), None, None, None, None)
