@@ -51,7 +51,7 @@ demo: $(PACKAGE_STAMP)
 	  --nproc-per-node $(NPROC) examples/digits_segmentation.py $(DEMO_ARGS)
 
 test: $(PACKAGE_STAMP)
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 sanitize: $(PACKAGE_STAMP)
 	mkdir -p build

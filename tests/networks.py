@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
-import pytest
 import torch
+from optional import optional
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm
 
-timm = pytest.importorskip("timm", reason="timm is not installed")
-torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
-feature_extraction = pytest.importorskip("torchvision.models.feature_extraction")
+timm = optional("timm")
+torchvision = optional("torchvision")
+feature_extraction = optional("torchvision.models.feature_extraction")
 
 RANDOM = {"weights": None, "weights_backbone": None}
 

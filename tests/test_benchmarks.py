@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarked import CPU
+from optional import optional
 from toolkits import ROOT
 from torch import nn
 
@@ -144,7 +145,7 @@ def inputs_of_batch_norms(model: nn.Module, *size: int) -> set[tuple[int, ...]]:
 
 
 def test_the_layers_are_those_of_resnet50() -> None:
-    models = pytest.importorskip("torchvision.models")
+    models = optional("torchvision.models")
     with torch.device("meta"):
         model = models.resnet50()
     stated = [shape.size for shape in shapes.resnet50(2) if not shape.channels_last]

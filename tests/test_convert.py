@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from optional import optional
 from torch import nn
 from training import check_same_steps
 
@@ -274,7 +275,7 @@ def test_the_group_reaches_every_layer(run):
 
 
 def test_torchvision_models():
-    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    models = optional("torchvision.models")
     for build in (models.resnet18, models.mobilenet_v3_small):
         torch.manual_seed(0)
         plain = build(weights=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from optional import optional
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -140,7 +141,7 @@ def test_a_single_layer_and_a_model_without_any():
 
 
 def test_torchvisions_frozen_layer_is_frozen_and_stays():
-    ops = pytest.importorskip("torchvision.ops", reason="torchvision is not installed")
+    ops = optional("torchvision.ops")
     net = convert_sync_batchnorm(nn.Sequential(ops.FrozenBatchNorm2d(4)))
     assert type(net[0]) is ops.FrozenBatchNorm2d
     assert conversion_report(net)[0][2] == "needs none"

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from inputs import numpy, random
+from optional import optional
 from torch import nn
 from training import check_same_steps
 
@@ -20,8 +21,8 @@ from syncbn_cuda import (
     revert_sync_batchnorm,
 )
 
-timm = pytest.importorskip("timm", reason="timm is not installed")
-layers = pytest.importorskip("timm.layers")
+timm = optional("timm")
+layers = optional("timm.layers")
 
 
 class Drop(nn.Dropout):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from inputs import random
+from optional import optional
 from torch import nn
 
 from syncbn_cuda import convert_sync_batchnorm, revert_sync_batchnorm
@@ -205,7 +206,7 @@ def test_a_traced_model_needs_this_package_no_more(elsewhere, tmp_path):
 def evaluator():
     """Makes a function of an ONNX model, by ONNX's own reference."""
     for name in ("onnx", "onnxscript"):
-        pytest.importorskip(name, reason=f"{name} is not installed")
+        optional(name)
     return importlib.import_module("onnx.reference").ReferenceEvaluator
 
 
