@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from syncbn_cuda._collective import is_traced, serves_cpu
+from syncbn_cuda._collective import is_traced, raise_in_python, serves_cpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -22,12 +22,7 @@ def fail(owner: torch.nn.Module | None, message: str, error: type = ValueError) 
     caller = "sync_batch_norm"
     if owner is not None:
         caller = f"{type(owner).__name__}({owner.num_features})"
-    text = f"{caller}: {message}"
-    if torch.compiler.is_compiling():
-        # Or a compiler that comes to the error leaves the layer uncompiled from now on. So it is
-        # raised in Python, or with fullgraph=True by the compiler, which shows the text.
-        torch._dynamo.graph_break(msg=text)
-    raise error(text)
+    raise_in_python(error, f"{caller}: {message}")
 
 
 def check(

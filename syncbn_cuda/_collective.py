@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,17 @@ class HeldGroup:
             stacklevel=2,
         )
         return type(None), ()
+
+
+def raise_in_python(error: type[Exception], text: str) -> NoReturn:
+    """Raises an error outside of compiled code.
+
+    A compiler that comes to it would leave the layer uncompiled from then on. With
+    ``fullgraph=True`` there is no outside: the compiler itself raises, and shows the text.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(text)
+    raise error(text)
 
 
 def hold_group(process_group: Any | None) -> HeldGroup | None:
@@ -116,9 +127,10 @@ def resolve_group(held: HeldGroup | None) -> Any | None:
     elif held.key:
         group = held.group
     else:
-        raise ValueError(
+        raise_in_python(
+            ValueError,
             "process_group: this rank is not a member of the group it was given; "
-            "give each rank the group that holds it"
+            "give each rank the group that holds it",
         )
     return group if group.size() > 1 else None
 

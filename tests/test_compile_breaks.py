@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from inputs import random
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,9 +19,16 @@ CHANNELS = 5
 
 
 def refused(compile_, layer, x):
-    """An input that the layer refuses, and a caller that goes on."""
+    """An input of a size not known to the compiler, which the layer refuses; the caller goes on."""
     with pytest.raises(ValueError, match=rf"FastSyncBatchNorm\({CHANNELS}\): expected input with"):
-        compile_(nn.Sequential(layer))(x[:, 1:])
+        compile_(nn.Sequential(layer), dynamic=True)(x[:, 1:])
+
+
+def outside(compile_, layer, x):
+    """A rank that is no member of the group it was given."""
+    other = FastSyncBatchNorm(CHANNELS, process_group=dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ValueError, match="not a member"):
+        compile_(nn.Sequential(other))(x)
 
 
 def transformed(compile_, layer, x):
@@ -59,6 +67,6 @@ def breaks_rank(rank, break_):
     return counter.frame_count
 
 
-@pytest.mark.parametrize("break_", [refused, transformed, left_alone])
+@pytest.mark.parametrize("break_", [refused, outside, transformed, left_alone])
 def test_a_layer_outside_of_graphs_runs_eagerly_and_can_be_compiled_after_it(run, break_):
     assert run(2, breaks_rank, break_) == [1, 1]
