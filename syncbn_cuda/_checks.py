@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from syncbn_cuda._collective import is_traced, raise_in_python, serves_cpu
+from syncbn_cuda._collective import is_traced, serves_cpu
+from syncbn_cuda._compiler import raise_in_python
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

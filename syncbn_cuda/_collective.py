@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-T = TypeVar("T")
+from syncbn_cuda._compiler import compiled_with_its_caller, raise_in_python
+
 _AVAILABLE = dist.is_available()
 _OPTIONS: Any = dist.AllreduceOptions() if _AVAILABLE else None
 #: What ``new_group`` gives to ranks outside of the new group.
@@ -53,17 +52,6 @@ class HeldGroup:
         return type(None), ()
 
 
-def raise_in_python(error: type[Exception], text: str) -> NoReturn:
-    """Raises an error outside of compiled code.
-
-    A compiler that comes to it would leave the layer uncompiled from then on. With
-    ``fullgraph=True`` there is no outside: the compiler itself raises, and shows the text.
-    """
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(text)
-    raise error(text)
-
-
 def hold_group(process_group: Any | None) -> HeldGroup | None:
     """Returns what a layer keeps of the ``process_group`` that it was given.
 
@@ -94,19 +82,6 @@ def hold_group(process_group: Any | None) -> HeldGroup | None:
         "process_group: expected a torch.distributed process group, a DeviceMesh or None, got "
         f"{type(process_group).__name__}: torch.distributed.new_group(ranks) makes a group"
     )
-
-
-def compiled_with_its_caller(function: Callable[..., T]) -> Callable[..., T]:
-    """Marks what ``torch.compile`` takes into the graph of its caller, and never begins a graph at.
-
-    Where it leaves the caller to Python, for a graph break or an error, all that this calls runs
-    eagerly too. Else it would begin inside, at functions that have been told that nobody compiles.
-    """
-    with suppress(AttributeError):  # not public; without it such a break can end in an error
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
 
 
 def resolve_group(held: HeldGroup | None) -> Any | None:

@@ -9,13 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from syncbn_cuda import _checkpoint, _checks, _composite, _transforms
-from syncbn_cuda._collective import (
-    AllReduce,
-    all_reduce,
-    compiled_with_its_caller,
-    hold_group,
-    resolve_group,
-)
+from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
+from syncbn_cuda._compiler import compiled_with_its_caller
 from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._plain import evaluate, train_alone
 from syncbn_cuda._tensors import allocate_again, dense
