@@ -12,13 +12,15 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 TIMEOUT = 120.0
@@ -110,3 +112,13 @@ def _collect(results: Any, ranks: list[Any], deadline: float) -> list[Any]:
         assert succeeded, f"rank {rank} raised:\n{answer}"
         answers[rank] = answer
     return [answers[rank] for rank in range(len(ranks))]
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Makes this process rank 0 of a world of some size, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

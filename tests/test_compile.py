@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import fake_world
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from inputs import DTYPES, LAYOUTS, numpy, random
 from test_distributed import assert_is_global, shards, train_layer
@@ -17,7 +18,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import train_once
 
 from syncbn_cuda import FastSyncBatchNorm, _library, convert_sync_batchnorm
@@ -236,10 +236,9 @@ def test_code_for_a_group_is_not_that_for_another_of_its_name(sizes):
     layer, counts = FastSyncBatchNorm(CHANNELS), []
     compiled = whole(layer, aot_autograd(fw_compiler=counting_sums(counts)))
     for size in sizes:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-        layer.process_group = dist.group.WORLD
-        compiled(random((4, CHANNELS)))
-        dist.destroy_process_group()
+        with fake_world(size):
+            layer.process_group = dist.group.WORLD
+            compiled(random((4, CHANNELS)))
     assert counts == [size - 1 for size in sizes]
 
 

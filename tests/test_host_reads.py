@@ -7,14 +7,15 @@ test_gpu_streams.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-import torch.distributed as dist
+from distributed import fake_world
 from inputs import DTYPES, LAYOUTS
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from syncbn_cuda import FastSyncBatchNorm, _checks, _library
 
@@ -24,11 +25,8 @@ CHANNELS = 5
 @pytest.fixture(params=[None, 2], ids=["alone", "two ranks"])
 def world(request):
     """A world of two, whose collectives do nothing, or none."""
-    if request.param is not None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield request.param
-    if request.param is not None:
-        dist.destroy_process_group()
+    with nullcontext() if request.param is None else fake_world(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=["compiled", "composite"])
