@@ -6,6 +6,7 @@ from syncbn_cuda import functional
 from syncbn_cuda._library import build_info, is_cuda_ext_available
 from syncbn_cuda._registry import register_converter
 from syncbn_cuda.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn_cuda.groups import sync_groups
 from syncbn_cuda.module import FastSyncBatchNorm
 from syncbn_cuda.report import conversion_report, is_synchronized
 
@@ -19,4 +20,5 @@ __all__ = [
     "is_synchronized",
     "register_converter",
     "revert_sync_batchnorm",
+    "sync_groups",
 ]

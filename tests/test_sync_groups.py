@@ -1,0 +1,101 @@
+"""Groups for a part of the ranks: who is in them, what is refused, and that layers follow them."""
+
+from __future__ import annotations
+
+import socket
+
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from syncbn_cuda import FastSyncBatchNorm, convert_sync_batchnorm, sync_groups
+
+#: The host of each of four ranks; the ranks of "b" are not consecutive.
+HOSTS = ["b", "a", "a", "b"]
+
+
+def members_rank(rank, size, ragged):
+    socket.gethostname = lambda: HOSTS[rank]
+    return dist.get_process_group_ranks(sync_groups(size, ragged=ragged))
+
+
+@pytest.mark.parametrize(
+    ("size", "ragged", "parts"),
+    [
+        (1, False, [[0], [1], [2], [3]]),
+        (2, False, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        (4, False, [[0, 1, 2, 3]] * 4),
+        (3, True, [[0, 1, 2]] * 3 + [[3]]),
+        ("node", False, [[0, 3], [1, 2], [1, 2], [0, 3]]),
+    ],
+)
+def test_each_rank_gets_the_group_that_holds_it(run, size, ragged, parts):
+    assert run(4, members_rank, size, ragged) == parts
+
+
+def by_mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))["data"]
+
+
+def by_size():
+    return sync_groups(2)
+
+
+def statistics_rank(rank, make):
+    """The running means of layers after a batch of constant `rank`, with momentum 1."""
+    group = make()
+    net = nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), nn.Sequential(nn.BatchNorm1d(2)))
+    layers = [
+        convert_sync_batchnorm(net, group)[0],
+        FastSyncBatchNorm(2, momentum=1.0, process_group=group),
+        FastSyncBatchNorm(2, momentum=1.0),
+    ]
+    layers[2].process_group = group
+    for layer in layers:
+        layer(torch.full((3, 2), float(rank)))
+    nested = net[1][0].process_group is layers[0].process_group
+    return [layer.running_mean[0].item() for layer in layers], nested
+
+
+@pytest.mark.parametrize("make", [by_size, by_mesh])
+def test_layers_normalise_over_their_group(run, make):
+    means = [0.5, 0.5, 2.5, 2.5]
+    assert run(4, statistics_rank, make) == [([mean] * 3, True) for mean in means]
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "match"),
+    [
+        (3, ValueError, r"sync_groups\(3\): 4 ranks do not divide .*: give one of 1, 2, 4, or rag"),
+        (5, ValueError, r"sync_groups\(5\): expected a size from 1 to the 4 ranks"),
+        (0, ValueError, r"sync_groups\(0\): expected a size from 1"),
+        ("rack", ValueError, r"sync_groups\('rack'\): expected a number of ranks or \"node\""),
+        (2.0, TypeError, r"sync_groups\(2\.0\): .* got float"),
+        (True, TypeError, r"sync_groups\(True\): .* got bool"),
+    ],
+)
+def test_what_is_no_division_is_refused_before_any_message(size, error, match):
+    with distributed.fake_world(4), pytest.raises(error, match=match):
+        sync_groups(size)
+
+
+def test_without_a_world_there_is_no_part_of_it():
+    with pytest.raises(RuntimeError, match=r"sync_groups\(2\): .*call torch.distributed.init"):
+        sync_groups(2)
+
+
+def different_rank(rank):
+    with pytest.raises(ValueError) as caught:
+        sync_groups(1 + rank)
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_different_groups_all_hear_of_it(run):
+    expected = (
+        "sync_groups: expected the same arguments on every rank, got "
+        "(1, ragged=False) on rank 0, (2, ragged=False) on rank 1"
+    )
+    assert run(2, different_rank) == [expected] * 2
