@@ -75,7 +75,7 @@ Tensor batch_norm_elemt_running(const Tensor& input, const Tensor& stats,
                                 const std::optional<Tensor>& bias, double eps,
                                 const Tensor& running_mean, const Tensor& running_var,
                                 const std::optional<Tensor>& num_batches_tracked,
-                                std::optional<double> momentum) {
+                                std::optional<double> momentum, bool skip_nonfinite) {
   const Checks checks("batch_norm_elemt_running", input);
   const Layout layout = checks.input();
   checks.expect(momentum.has_value() || num_batches_tracked.has_value(), "num_batches_tracked",
@@ -86,6 +86,7 @@ Tensor batch_norm_elemt_running(const Tensor& input, const Tensor& stats,
       checks.counter(num_batches_tracked, "num_batches_tracked"),
       momentum.value_or(0),
       !momentum.has_value(),
+      skip_nonfinite,
   };
   return detail::elemt<Backend>(checks, input, stats, weight, bias, eps, layout, running);
 }

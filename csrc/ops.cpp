@@ -17,7 +17,8 @@ STABLE_TORCH_LIBRARY(SYNCBN_NAMESPACE, m) {
   m.def(
       "batch_norm_elemt_running(Tensor input, Tensor stats, Tensor? weight, Tensor? bias,"
       " float eps, Tensor(a!) running_mean, Tensor(b!) running_var,"
-      " Tensor(c!)? num_batches_tracked, float? momentum) -> Tensor");
+      " Tensor(c!)? num_batches_tracked, float? momentum, bool skip_nonfinite=False)"
+      " -> Tensor");
   m.def(
       "batch_norm_backward_reduce(Tensor grad_out, Tensor input, Tensor stats, float eps,"
       " bool weight_like_input, bool bias_like_input) -> (Tensor, Tensor, Tensor)");

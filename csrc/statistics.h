@@ -12,6 +12,7 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
@@ -102,6 +103,15 @@ struct ChannelVector {
         static_cast<float*>(data)[c] = static_cast<float>(value);
     }
   }
+
+  // Whether the value is finite in this type.
+  SYNCBN_HOST_DEVICE bool holds(double value) const {
+    const double largest = dtype == ScalarType::Double     ? DBL_MAX
+                           : dtype == ScalarType::Half     ? 65504.0
+                           : dtype == ScalarType::BFloat16 ? 0x1.FEp127
+                                                           : FLT_MAX;
+    return value <= largest && value >= -largest;  // NaN is neither
+  }
 };
 
 // The count, the sum and the sum of squares of some values about a pivot, seen from another pivot
@@ -122,6 +132,10 @@ struct Moments {
   double var;  // biased
   double count;
 };
+
+SYNCBN_HOST_DEVICE double unbiased(const Moments& m) {
+  return mul_rn(m.var, m.count / (m.count > 2 ? m.count - 1 : 1));
+}
 
 SYNCBN_HOST_DEVICE Moments moments(const double* stats /* [2C + 1] */, int64_t C, int64_t c) {
   const double count = stats[2 * C];
@@ -197,6 +211,9 @@ struct Running {
   int64_t* num_batches_tracked = nullptr;  // [], may be absent
   double momentum = 0;
   bool cumulative = false;  // momentum=None: the plain average over all batches so far
+  // A message that they cannot hold moves none of the three. All ranks have the same message, so
+  // they decide alike.
+  bool skip_nonfinite = false;
 
   SYNCBN_HOST_DEVICE bool present() const { return mean.data != nullptr; }
 
@@ -205,12 +222,17 @@ struct Running {
     return cumulative ? 1.0 / static_cast<double>(*num_batches_tracked + 1) : momentum;
   }
 
+  // Whether the buffers can hold the statistics of a channel.
+  SYNCBN_HOST_DEVICE bool holds(const double* stats, int64_t C, int64_t c) const {
+    const Moments m = moments(stats, C, c);
+    return mean.holds(m.mean) && var.holds(unbiased(m));
+  }
+
   SYNCBN_HOST_DEVICE void update(const double* stats, int64_t C, int64_t c, double factor) const {
     const Moments m = moments(stats, C, c);
-    const double unbiased = mul_rn(m.var, m.count / (m.count > 2 ? m.count - 1 : 1));
     const double keep = add_rn(1, -factor);
     mean.store(c, add_rn(mul_rn(keep, mean.load(c, 0)), mul_rn(factor, m.mean)));
-    var.store(c, add_rn(mul_rn(keep, var.load(c, 0)), mul_rn(factor, unbiased)));
+    var.store(c, add_rn(mul_rn(keep, var.load(c, 0)), mul_rn(factor, unbiased(m))));
   }
 };
 

@@ -65,21 +65,29 @@ def batch_norm_elemt_running(
     running_var: Tensor,
     num_batches_tracked: Tensor | None,
     momentum: float | None,
+    skip_nonfinite: bool = False,
 ) -> Tensor:
-    """As :func:`batch_norm_elemt`; also moves the running buffers, unless the count is 0."""
+    """As :func:`batch_norm_elemt`; also moves the running buffers, unless the count is 0.
+
+    Nor with ``skip_nonfinite``, where they cannot hold the statistics of every channel.
+    """
     with torch.no_grad():
         mean, var, count = _moments(stats)
-        seen = count > 0
+        moves = count > 0
         factor: Tensor | float | None = momentum
         if factor is None:
             assert num_batches_tracked is not None  # as checked before
             factor = 1.0 / (num_batches_tracked + 1).double()
         unbiased = var * (count / (count - 1).clamp(min=1))
-        for running, value in ((running_mean, mean), (running_var, unbiased)):
+        batch = ((running_mean, mean), (running_var, unbiased))
+        if skip_nonfinite:
+            for running, value in batch:
+                moves = moves & (value.abs() <= torch.finfo(running.dtype).max).all()
+        for running, value in batch:
             moved = (1 - factor) * running.double() + factor * value
-            running.copy_(torch.where(seen, moved, running.double()))
+            running.copy_(torch.where(moves, moved, running.double()))
         if num_batches_tracked is not None:
-            num_batches_tracked.add_(seen)
+            num_batches_tracked.add_(moves)
     return batch_norm_elemt(input, stats, weight, bias, eps)
 
 

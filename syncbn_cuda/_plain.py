@@ -18,6 +18,7 @@ def train_alone(
     bias: Tensor | None,
     momentum: float | None,
     eps: float,
+    skip_nonfinite: bool,
     passage: Passage | None,
 ) -> Tensor:
     """Serves one process on a device without float64, and so without the message, by torch."""
@@ -27,13 +28,22 @@ def train_alone(
             # As many tensors saved as in the first pass, which has moved the buffers.
             running_mean, running_var = running_mean.clone(), running_var.clone()
             num_batches_tracked = None
+    buffers = [b for b in (running_mean, running_var, num_batches_tracked) if b is not None]
+    before = [buffer.clone() for buffer in buffers] if skip_nonfinite else []
     if input.numel() == 0:
         running_mean = running_var = None
     elif running_mean is not None and num_batches_tracked is not None:
         num_batches_tracked.add_(1)
         if momentum is None:
             momentum = 1.0 / num_batches_tracked.item()
-    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps)
+    output = F.batch_norm(
+        input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps
+    )
+    if before:
+        finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.copy_(torch.where(finite, buffer, old))
+    return output
 
 
 def evaluate(

@@ -39,6 +39,7 @@ def train(
     bias: Tensor | None,
     momentum: float | None,
     eps: float,
+    skip_nonfinite: bool,
     group: Any | None,
     owner: torch.nn.Module | None,
     passage: Passage | None,
@@ -66,5 +67,5 @@ def train(
         return _composite.batch_norm_elemt(input, stats, weight, bias, eps)
     return _composite.batch_norm_elemt_running(
         *(input, stats, weight, bias, eps, running_mean, running_var),
-        *(num_batches_tracked, momentum),
+        *(num_batches_tracked, momentum, skip_nonfinite),
     )

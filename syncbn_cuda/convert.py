@@ -27,7 +27,11 @@ class _Origin(NamedTuple):
 
 
 def convert_sync_batchnorm(
-    module: nn.Module, process_group: Any | None = None, *, select: Select | None = None
+    module: nn.Module,
+    process_group: Any | None = None,
+    *,
+    select: Select | None = None,
+    skip_nonfinite_update: bool | None = None,
 ) -> nn.Module:
     """Makes every ``BatchNorm1d/2d/3d`` and ``SyncBatchNorm`` of a model a FastSyncBatchNorm.
 
@@ -47,6 +51,8 @@ def convert_sync_batchnorm(
             ``"backbone"`` takes all beneath it. ``"!pattern"`` leaves out, of all layers where no
             other pattern is given. A shared layer is taken under any of its names, and left out
             under any.
+        skip_nonfinite_update: the layers' switch of that name, see :class:`FastSyncBatchNorm`; None
+            leaves it as it is, at first off.
 
     Returns:
         The same module.
@@ -102,10 +108,11 @@ def convert_sync_batchnorm(
     _warn_of_left("convert_sync_batchnorm", reasons)  # an error, under some filters
     for layer, origin in origins.items():
         _convert(layer, origin)
-    if given is not None:
-        for layer in selected.values():
-            if isinstance(layer, FastSyncBatchNorm):
-                vars(layer)["_group"] = given
+    settings: dict[str, Any] = {"_group": given, "skip_nonfinite_update": skip_nonfinite_update}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    for layer in selected.values():
+        if isinstance(layer, FastSyncBatchNorm):
+            vars(layer).update(settings)
     return module
 
 
@@ -213,7 +220,8 @@ def _original_or_reason(
 
 def _revert(layer: FastSyncBatchNorm, original: type[_BatchNorm]) -> None:
     origin: _Origin | None = vars(layer).pop(_ORIGIN, None)
-    vars(layer).pop("_group", None)
+    for ours in ("_group", "skip_nonfinite_update"):
+        vars(layer).pop(ours, None)
     swap_class(layer, original)
     if origin is not None and origin.had_group:
         vars(layer)["process_group"] = None if origin.group is None else origin.group.group

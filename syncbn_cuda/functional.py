@@ -30,6 +30,7 @@ def sync_batch_norm(
     *,
     num_batches_tracked: Tensor | None = None,
     process_group: Any | None = None,
+    skip_nonfinite_update: bool = False,
 ) -> Tensor:
     r"""Batch normalisation over the batches of all ranks of a process group.
 
@@ -57,6 +58,9 @@ def sync_batch_norm(
         process_group: the ranks to normalise over, or a one-dimensional ``DeviceMesh`` of them;
             None for the world, or for this process alone where ``torch.distributed`` is not
             initialised.
+        skip_nonfinite_update: leaves the buffers and the counter as they are where the statistics
+            of a channel are not finite in the buffers' type. Decided on the device, on all ranks
+            alike, from the reduced sums.
 
     Returns:
         A tensor of the input's shape, type and memory format.
@@ -72,7 +76,8 @@ def sync_batch_norm(
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
         ``mean / std`` of 1e5, in float64 as in float32. NaN or Inf in a channel makes the output of
-        that channel NaN, and its buffers NaN or Inf, as in BatchNorm.
+        that channel NaN, and its buffers NaN or Inf, as in BatchNorm; for the latter see
+        ``skip_nonfinite_update``.
 
         Every rank of the group has to run each training forward, and its backward if any does; one
         without data takes part with an empty batch, ``input[:0]``, whose output leads to its loss.
@@ -113,6 +118,7 @@ def sync_batch_norm(
         num_batches_tracked,
         resolve_group(hold_group(process_group)) if training else None,
         None,
+        skip_nonfinite_update,
     )
 
 
@@ -129,6 +135,7 @@ def batch_norm(
     num_batches_tracked: Tensor | None,
     group: Any | None,
     owner: torch.nn.Module | None,
+    skip_nonfinite: bool = False,
 ) -> Tensor:
     """As :func:`sync_batch_norm` with the group resolved (None: alone); errors name the owner.
 
@@ -152,23 +159,26 @@ def batch_norm(
                 with _checkpoint.unselected():
                     return batch_norm(
                         *(input, running_mean, running_var, weight, bias, training, momentum, eps),
-                        *(num_batches_tracked, group, owner),
+                        *(num_batches_tracked, group, owner, skip_nonfinite),
                     )
             passage = _checkpoint.Passage(input, owner)
         if kernels is None and _checks.lacks_float64(input):
-            return train_alone(input, *buffers, weight, bias, momentum, eps, passage)
+            return train_alone(
+                *(input, *buffers, weight, bias, momentum, eps, skip_nonfinite, passage)
+            )
         if passage is not None and passage.is_recompute:
             buffers = (None, None, None)  # the first pass has moved them
         if kernels is None and _transforms.active():
             return _transforms.train(
-                *(input, *buffers, weight, bias, momentum, eps, group, owner, passage)
+                *(input, *buffers, weight, bias, momentum, eps, skip_nonfinite),
+                *(group, owner, passage),
             )
         return _SyncBatchNorm.apply(
             input if input.is_contiguous() else dense(input),
             weight if weight is None else weight.contiguous(),
             bias if bias is None else bias.contiguous(),
             *buffers,
-            (momentum, eps, group, owner, kernels, compiling, passage),
+            (momentum, eps, skip_nonfinite, group, owner, kernels, compiling, passage),
         )
     except (RuntimeError, ValueError):
         _checks.check_call(input, weight, bias, buffers, owner)  # the operators name no layer
@@ -196,7 +206,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         # The rest in one tuple: autograd looks at each argument of its own, forward and backward.
         # (Tensors are not in it, or torch.jit.trace would not find them.)
-        momentum, eps, group, owner, checking, compiling, passage = call
+        momentum, eps, skip_nonfinite, group, owner, checking, compiling, passage = call
         buffers = (running_mean, running_var, num_batches_tracked)
         kernels = checking or kernels_for(input.device)
         if passage is not None and passage.is_recompute:
@@ -216,7 +226,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if running_mean is None or running_var is None:
             return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
         output = kernels.batch_norm_elemt_running(
-            input, stats, weight, bias, eps, *buffers, momentum
+            input, stats, weight, bias, eps, *buffers, momentum, skip_nonfinite
         )
         if not compiling:
             # An operator's schema alone does not tell autograd that the buffers were written.

@@ -49,6 +49,10 @@ class FastSyncBatchNorm(_BatchNorm):
         device: where parameters and buffers are made.
         dtype: their type.
         bias: whether an affine layer has a bias.
+        skip_nonfinite_update: leaves the running buffers as they are where a batch, with NaN or Inf
+            on any rank, has statistics that are not finite; all ranks decide alike, and no host
+            waits for it. May be set anew at any time. By default they become NaN or Inf, as those
+            of ``nn.BatchNorm`` do, and stay it.
 
     Shape:
         - Input: ``(N, C, *)``, contiguous or channels-last; N may differ between ranks and be 0.
@@ -87,6 +91,7 @@ class FastSyncBatchNorm(_BatchNorm):
     """
 
     _group: HeldGroup | None = None
+    skip_nonfinite_update: bool = False  # of converted layers, which had no such argument
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class FastSyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        skip_nonfinite_update: bool = False,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
@@ -107,6 +113,7 @@ class FastSyncBatchNorm(_BatchNorm):
         if not bias:  # not every torch that this runs on takes the argument
             self.register_parameter("bias", None)
         self.process_group = process_group
+        self.skip_nonfinite_update = skip_nonfinite_update
 
     @property
     def process_group(self) -> Any | None:
@@ -156,7 +163,13 @@ class FastSyncBatchNorm(_BatchNorm):
             num_batches_tracked if training else None,
             resolve_group(self._group) if training else None,
             self,
+            self.skip_nonfinite_update,
         )
+
+    def extra_repr(self) -> str:
+        """Describes the layer as torch's do; the switch that these lack only where it is on."""
+        switch = ", skip_nonfinite_update=True" if self.skip_nonfinite_update else ""
+        return super().extra_repr() + switch
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuses ``torch.jit.script``, which asks this of each module before it changes any."""

@@ -32,6 +32,7 @@ from test_module import (  # noqa: F401
     test_runs_are_the_same_bits,
     test_training_step_is_right_in_every_layout_and_type,
 )
+from test_nonfinite import test_what_buffers_cannot_hold_moves_none_of_them  # noqa: F401
 from test_operators import (  # noqa: F401
     test_a_large_mean_cancels_nothing,
     test_an_empty_rank,

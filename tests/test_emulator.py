@@ -96,6 +96,29 @@ def test_elemt_running(emulator, layout, dtype, momentum):
             assert_close(actual.read(), expected, buffers, ulps=2)
 
 
+# Channels beyond the threads of a block, and several blocks that own buffers.
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("channel", [0, 1, -1])
+@pytest.mark.parametrize("layout", [Layout(2, 1100, 3), Layout(6, 1100, 1, True)], ids=str)
+def test_what_buffers_cannot_hold_moves_none(emulator, layout, channel, momentum):
+    for value in (0.0, np.inf, -np.inf, np.nan):
+        run = Run(emulator, layout, torch.float32)
+        run.message[: layout.C][channel] += value
+        running = [Guarded(v.abs(), 1) for v in (run.bias, run.weight)]
+        before = [r.read() for r in running]
+        counter = np.array([3])
+        run.elemt(
+            running_mean=running[0].array,
+            running_var=running[1].array,
+            num_batches_tracked=counter,
+            momentum=momentum,
+            skip_nonfinite=True,
+        )
+        moved = np.stack([r.read() != b for r, b in zip(running, before, strict=True)])
+        assert counter == (3 if value else 4)
+        assert not moved.any() if value else moved.mean() > 0.99
+
+
 @every_case
 @every_dtype
 @every_layout

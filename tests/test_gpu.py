@@ -10,6 +10,7 @@ import torch
 from emulator.cases import LAYOUTS
 from gpu import on_gpu, same  # noqa: F401
 from inputs import DENSE, DTYPES, assert_close, numpy, random
+from test_nonfinite import test_what_buffers_cannot_hold_moves_none_of_them  # noqa: F401
 from test_operators import (  # noqa: F401
     EPS,
     message,

@@ -48,7 +48,11 @@ def step(layer, x, twice):
 
 @pytest.mark.usefixtures("world", "_kernels")
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"affine": False}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"momentum": None}, {"affine": False}, {"skip_nonfinite_update": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_reads_nothing_back(layout, arguments, twice):
     for dtype in DTYPES:

@@ -13,6 +13,17 @@
 #include "launch.h"
 
 namespace syncbn {
+
+static bool moves_running(const ElemtArgs& args) {
+  const int64_t C = args.layout.C;
+  for (int64_t c = 0; args.running.skip_nonfinite && c < C; ++c) {
+    if (!args.running.holds(args.stats, C, c)) {
+      return false;
+    }
+  }
+  return args.running.present() && args.stats[2 * C] > 0;
+}
+
 struct Cpu {
   static void stats(int /* device_index */, const StatsArgs& args) {
     const int64_t C = args.layout.C;
@@ -44,7 +55,7 @@ struct Cpu {
                  nullptr, 0);
       });
     }
-    if (args.running.present() && args.stats[2 * C] > 0) {
+    if (moves_running(args)) {
       const double factor = args.running.factor();
       cpu::for_channels(
           C, [&](int64_t begin, int64_t end) { kernels.update_running(args, factor, begin, end); });

@@ -20,12 +20,22 @@ inline int64_t running_blocks(const Running& running, int64_t C, int threads) {
   return !running.present() ? 0 : running.cumulative ? 1 : detail::ceil_div(C, threads);
 }
 
-// Global count 0: nothing happens.
+// Global count 0: nothing happens. Nor with skip_nonfinite, if any channel cannot be held: each
+// block looks at all of them.
 __device__ __forceinline__ void update_running(const Running& running,
                                                const double* stats /* [2C + 1] */, int64_t C,
                                                unsigned owners) {
   if (!(stats[2 * C] > 0)) {
     return;
+  }
+  if (running.skip_nonfinite) {
+    bool held = true;
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+      held = held && running.holds(stats, C, c);
+    }
+    if (__syncthreads_or(!held)) {
+      return;
+    }
   }
   const double factor = running.factor();
   const unsigned first = blockIdx.x * blockDim.x + threadIdx.x;

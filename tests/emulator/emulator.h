@@ -120,6 +120,21 @@ inline void __syncthreads(emulator::Place place = emulator::Place::current()) {
   emulator::barrier(place);
 }
 
+inline int __syncthreads_or(int predicate, emulator::Place place = emulator::Place::current()) {
+  SYNCBN_SHARED(int, any, 1);
+  if (threadIdx.x == 0) {
+    *any = 0;
+  }
+  emulator::barrier(place);
+  if (predicate) {
+    *any = 1;
+  }
+  emulator::barrier(place);
+  const int result = *any;
+  emulator::barrier(place);  // or thread 0 could begin the next vote
+  return result;
+}
+
 inline void __threadfence() { emulator::fence(); }
 
 template <typename T>

@@ -134,9 +134,13 @@ struct Emulation {
   void elemt(const py::array& input, const py::array& output, const py::array& stats, double eps,
              const py::object& weight, const py::object& bias, const py::object& running_mean,
              const py::object& running_var, const py::object& num_batches_tracked,
-             const py::object& momentum) const {
-    Running running{channels(running_mean), channels(running_var), nullptr,
-                    momentum.is_none() ? 0 : py::cast<double>(momentum), momentum.is_none()};
+             const py::object& momentum, bool skip_nonfinite) const {
+    Running running{channels(running_mean),
+                    channels(running_var),
+                    nullptr,
+                    momentum.is_none() ? 0 : py::cast<double>(momentum),
+                    momentum.is_none(),
+                    skip_nonfinite};
     if (!num_batches_tracked.is_none()) {
       const auto tracked = py::cast<py::array_t<int64_t>>(num_batches_tracked);
       running.num_batches_tracked = static_cast<int64_t*>(data(tracked));
@@ -217,7 +221,8 @@ PYBIND11_MODULE(SYNCBN_MODULE, m) {
       .def("elemt", &Emulation::elemt, py::arg("input"), py::arg("output"), py::arg("stats"),
            py::arg("eps"), py::arg("weight") = py::none(), py::arg("bias") = py::none(),
            py::arg("running_mean") = py::none(), py::arg("running_var") = py::none(),
-           py::arg("num_batches_tracked") = py::none(), py::arg("momentum") = py::none())
+           py::arg("num_batches_tracked") = py::none(), py::arg("momentum") = py::none(),
+           py::arg("skip_nonfinite") = false)
       .def("backward_reduce", &Emulation::backward_reduce, py::arg("grad_out"), py::arg("input"),
            py::arg("stats"), py::arg("eps"), py::arg("sums"), py::arg("grad_weight") = py::none(),
            py::arg("grad_bias") = py::none())

@@ -138,6 +138,12 @@ STATISTICS = [
     ),
     Mutant(
         "statistics.h",
+        " && value >= -largest",
+        "",
+        "minus infinity is taken for a number",
+    ),
+    Mutant(
+        "statistics.h",
         "add_rn(1, -factor)",
         "1",
         "the buffers keep all of the old value",

@@ -160,6 +160,18 @@ ELEMT = [
     ),
     Mutant(
         "cuda/elemt.cuh",
+        "if (running.skip_nonfinite) {",
+        "if (false) {",
+        "what is not finite is not skipped",
+    ),
+    Mutant(
+        "cuda/elemt.cuh",
+        "int64_t c = threadIdx.x; c < C; c += blockDim.x",
+        "int64_t c = blockIdx.x * blockDim.x + threadIdx.x, once = 0; c < C && !once++;",
+        "each block looks at its own channels alone",
+    ),
+    Mutant(
+        "cuda/elemt.cuh",
         "c += owners * blockDim.x",
         "c += kWarpSize",
         "threads update one another's channels",
