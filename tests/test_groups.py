@@ -215,21 +215,6 @@ def test_the_group_is_looked_up_at_each_forward(run, tmp_path, compiled):
                     assert_is_global([step], [piece], torch.float32)
 
 
-def subgroups_rank(rank):
-    """Groups of consecutive ranks, as torch makes them on all ranks in one order."""
-    group, _ = dist.new_subgroups(2)
-    layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(CHANNELS)), group)[0]
-    layer(random((2, CHANNELS, 4), mean=float(rank)))
-    with pytest.raises(ValueError, match="divisible"):
-        dist.new_subgroups(3)
-    return numpy(layer.running_mean)
-
-
-def test_groups_of_a_size(run):
-    first, second, third, fourth = run(4, subgroups_rank)
-    assert (first == second).all() and (third == fourth).all() and (first != third).all()
-
-
 def absent_rank(rank):
     """Rank 1 has nothing for the layer, and takes part with an empty batch."""
     net = DistributedDataParallel(
