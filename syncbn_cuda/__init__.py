@@ -9,6 +9,7 @@ from syncbn_cuda.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from syncbn_cuda.groups import sync_groups
 from syncbn_cuda.module import FastSyncBatchNorm
 from syncbn_cuda.report import conversion_report, is_synchronized
+from syncbn_cuda.running import recompute_running_stats, reduce_running_stats
 
 __all__ = [
     "FastSyncBatchNorm",
@@ -18,6 +19,8 @@ __all__ = [
     "functional",
     "is_cuda_ext_available",
     "is_synchronized",
+    "recompute_running_stats",
+    "reduce_running_stats",
     "register_converter",
     "revert_sync_batchnorm",
     "sync_groups",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,24 +18,67 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def gather(value: Value) -> list[Value]:
-    """Returns what every rank of the world gives, by rank; that of this process where it is alone.
+@contextmanager
+def own_group() -> Iterator[Any]:
+    """Makes a group of the whole world over the CPU, which no other message comes between."""
+    group = dist.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
-    A collective. It goes over the CPU, by a group of its own where the world has no backend there:
-    ranks whose devices are in disorder (two on one GPU, say) can still talk.
+
+def gather(value: Value, group: Any | None = None) -> list[Value]:
+    """Returns what every rank gives, by rank; that of this process where it is alone.
+
+    A collective. Over the world it goes over the CPU, by a group of its own where the world has no
+    backend there: ranks whose devices are in disorder (two on one GPU, say) can still talk.
 
     Args:
         value: anything that can be pickled.
+        group: the ranks that take part; None for the world.
     """
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    if serves_cpu(dist.group.WORLD):
-        dist.all_gather_object(values, value)
-        return values
-    group: Any = dist.new_group(backend="gloo")
-    try:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    if group is not None or serves_cpu(dist.group.WORLD):
         dist.all_gather_object(values, value, group=group)
-    finally:
-        dist.destroy_process_group(group)
+        return values
+    with own_group() as group:
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_or_raise(
+    caller: str, declare: Callable[[], Value], group: Any | None = None
+) -> dict[int, Value]:
+    """Returns what every rank declares, by its rank in the world; where one fails, all raise.
+
+    Args:
+        caller: the public function, for the error of the others.
+        declare: gives what is to be gathered.
+        group: as of :func:`gather`.
+    """
+    value, error = None, None
+    try:
+        value = declare()
+    except Exception as raised:
+        error = raised
+    own = dist.get_rank() if is_distributed() else 0
+    told = gather((own, value, shown(error)), group)
+    raise_together(caller, error, [(rank, text) for rank, _, text in told])
+    return {rank: value for rank, value, _ in told}  # type: ignore[misc]
+
+
+def shown(error: Exception | None) -> str:
+    """Returns an error as a peer is told of it; none is empty."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def raise_together(caller: str, error: Exception | None, told: Sequence[tuple[int, str]]) -> None:
+    """Raises what this rank ran into or else, in the caller's name, what a peer tells of."""
+    if error is not None:
+        raise error
+    for rank, text in told:
+        if text:
+            raise RuntimeError(f"{caller}: rank {rank} raised {text}")
