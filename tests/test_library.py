@@ -157,7 +157,8 @@ def test_import_leaves_cuda_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["_library", "_registry", "convert", "functional", "groups", "module", "report"]
+    "name",
+    ["_library", "_registry", "convert", "functional", "groups", "health", "module", "report"],
 )
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(f"syncbn_cuda.{name}")
