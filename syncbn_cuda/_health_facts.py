@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class RankFacts(NamedTuple):
     launched: tuple[str, int] | None
     gpus: tuple[str, ...]
     data_parallel: tuple[str, ...]
-    replicas: tuple[int, ...]  # the ranks that hold the same model, each for its own data
+    replicas: tuple[int, ...]  # the ranks that share the data with this one; none: not known
     layers: tuple[LayerFacts, ...]
     loader: LoaderFacts | None
 
@@ -78,6 +79,7 @@ def rank_facts(model: nn.Module, loader: LoaderFacts | None) -> RankFacts:
     """Describes this rank; nothing is changed and no peer is asked."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     modules = named_modules(model)
+    groups: dict[Any, GroupFacts] = {}  # each described once: in large worlds they are long
     return RankFacts(
         rank,
         world,
@@ -85,7 +87,7 @@ def rank_facts(model: nn.Module, loader: LoaderFacts | None) -> RankFacts:
         gpus_of(model),
         tuple(name for name, module in modules if isinstance(module, DataParallel)),
         _replicas(modules, world),
-        tuple(_layer_facts(name, layer, row, model) for name, layer, row in layers_of(model)),
+        tuple(_layer_facts(*found, model, groups) for found in layers_of(model)),
         loader,
     )
 
@@ -110,14 +112,19 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module, LayerReport]]:
     return [(*found[row.name], row) for row in conversion_report(model)]
 
 
-def _layer_facts(name: str, layer: Any, row: LayerReport, model: nn.Module) -> LayerFacts:
+def _layer_facts(
+    name: str, layer: Any, row: LayerReport, model: nn.Module, groups: dict[Any, GroupFacts]
+) -> LayerFacts:
+    group = getattr(layer, "process_group", None)
+    if is_synchronized(layer) and group not in groups:
+        groups[group] = group_facts(group)
     tensors = _tensors(layer)
     types = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     return LayerFacts(
         name,
         row.class_name,
         row.reason,
-        group_facts(getattr(layer, "process_group", None)) if is_synchronized(layer) else None,
+        groups[group] if is_synchronized(layer) else None,
         isinstance(layer, FastSyncBatchNorm),
         device_of(layer, model).type,
         " and ".join(types) or "float32",
@@ -189,7 +196,16 @@ def _launched() -> tuple[str, int] | None:
 
 
 def _replicas(modules: list[tuple[str, nn.Module]], world: int) -> tuple[int, ...]:
+    """Returns the ranks that share the data; none where it is not known who does."""
     for _, module in modules:
         if isinstance(module, DistributedDataParallel):
             return tuple(dist.get_process_group_ranks(module.process_group))
+    own = [p for _, module in modules for p in module.parameters(recurse=False)]
+    meshes = [p.device_mesh for p in own if hasattr(p, "device_mesh")]
+    # Sharded by other means than FSDP, ranks have to see the same data.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    if meshes and not any(isinstance(module, sharded) for _, module in modules):
+        return ()
+    if any(mesh.ndim > 1 or mesh.size() < world for mesh in meshes):
+        return ()
     return tuple(range(world))

@@ -12,6 +12,7 @@ from syncbn_cuda._health_report import (
     on,
     over_layers,
     over_ranks,
+    ranks_by,
     shown_groups,
     spans,
 )
@@ -25,6 +26,7 @@ _OWN_GROUP = (
 )
 _CONVERT = "convert_sync_batchnorm(model), alike on every rank"
 
+_LARGER = "give the layers the world (process_group=None) or larger groups, sync_groups(size)"
 _SERVED = "move the model to such a device, or make the group with backend 'cpu:gloo,cuda:nccl'"
 
 #: What has to be the same on all ranks of a group, and what to do where it is not.
@@ -56,10 +58,9 @@ def unsynchronised(ranks: Sequence[RankFacts]) -> list[Finding]:
         return []
     if trained and not any(map(_reaches_others, held.values())):
         grouped = any(facts.group for layer in trained.values() for facts in layer.values())
-        problem = "nothing is synchronised: " + (
-            "each layer's group holds one rank" if grouped else "no layer was converted"
-        )
-        return [Finding(problem, tuple(trained), everyone, _CONVERT)]
+        reason = "each layer's group holds one rank" if grouped else "no layer was converted"
+        remedy = _LARGER if grouped else _CONVERT
+        return [Finding(f"nothing is synchronised: {reason}", tuple(trained), everyone, remedy)]
     found = []
     for name, layer in held.items():
         left = {rank: facts for rank, facts in layer.items() if _stays_behind(facts)}
@@ -81,7 +82,7 @@ def layer_table(ranks: Sequence[RankFacts]) -> list[LayerHealth]:
         groups = [facts.group.ranks for facts in layer.values() if facts.group is not None]
         over = "own rank" if first.over_batch else "own samples"
         if groups:
-            over = shown_groups([ranks for ranks in groups if ranks], len(ranks)) or "unknown"
+            over = shown_groups([ranks for ranks in groups if ranks], len(ranks))
         evaluates = ", in evaluation" if first.mode == "evaluation" else ""
         rows.append(LayerHealth(name, first.class_name, over, first.reason + evaluates))
     return rows
@@ -113,7 +114,9 @@ def _reaches_others(layer: Held) -> bool:
 def _layer(layer: Held) -> Iterator[Finding]:
     """Yields what is wrong with one layer, the first of each kind that makes others senseless."""
     grouped = {rank: facts.group for rank, facts in layer.items() if facts.group is not None}
-    wanted = {rank for group in grouped.values() for rank in group.ranks or ()}
+    # Few groups, each of them held by many ranks.
+    holders = {key: ranks for key, ranks in ranks_by(_keys(grouped)).items() if key[1]}
+    wanted = {rank for _, members in holders for rank in members}
     yield from _refused(layer)
     outside = tuple(rank for rank, group in grouped.items() if group.ranks is None)
     if outside:
@@ -131,31 +134,29 @@ def _layer(layer: Held) -> Iterator[Finding]:
         yield Finding(problem, (), alone, _CONVERT)
         return
     # A member that holds another group waits there.
-    apart = {
-        member
-        for rank, group in grouped.items()
-        for member in group.ranks or ()
-        if _key(grouped[member]) != _key(group)
-        for member in (member, rank)
-    }
+    keys = _keys(grouped)
+    apart: set[int] = set()
+    for key, ranks in holders.items():
+        elsewhere = [member for member in key[1] if keys[member] != key]
+        apart.update(elsewhere, ranks if elsewhere else ())
     if apart:
-        held = {rank: _key(grouped[rank]) for rank in sorted(apart)}
-        several = len({ranks for _, ranks in held.values()}) > 1
+        several = len({keys[rank][1] for rank in apart}) > 1
         yield from differing(
-            held,
+            {rank: keys[rank] for rank in apart},
             "the layer's group differs",
             _OWN_GROUP,
             lambda key: on(key[1]) + ("" if several else f" (group {key[0]})"),
         )
         return
-    for ranks in dict.fromkeys(group.ranks for group in grouped.values()):
+    for _, members in holders:
         for setting, remedy in _SETTINGS.items():
-            values = {rank: getattr(layer[rank], setting) for rank in ranks or ()}
+            values = {rank: getattr(layer[rank], setting) for rank in members}
             yield from differing(values, f"{setting} differs", remedy)
 
 
-def _key(group: GroupFacts) -> tuple[str, tuple[int, ...]]:
-    return group.name, group.ranks or ()
+def _keys(grouped: dict[int, GroupFacts]) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Returns what tells the groups of one rank from those of another."""
+    return {rank: (group.name, group.ranks or ()) for rank, group in grouped.items()}
 
 
 def _refused(layer: Held) -> Iterator[Finding]:

@@ -165,7 +165,7 @@ def loader_findings(ranks: Sequence[RankFacts]) -> list[Finding]:
     )
     if uneven:
         return uneven
-    found = [*_undivided(loaders), *_wrong_parts(ranks), *_epochs(loaders)]
+    found = [*_undivided(loaders, ranks), *_wrong_parts(ranks), *_epochs(loaders)]
     if any(loader.sampler for loader in loaders.values()):
         found += _different_parts(loaders)
     return found or differing(
@@ -187,10 +187,11 @@ def loader_note(ranks: Sequence[RankFacts]) -> str:
     return f"loader: divided by none of torch's samplers, {loader.data}"
 
 
-def _undivided(loaders: dict[int, LoaderFacts]) -> list[Finding]:
+def _undivided(loaders: dict[int, LoaderFacts], ranks: Sequence[RankFacts]) -> list[Finding]:
     # Ranks that hold different data have divided them before.
-    if len(loaders) == 1 or len({loader.data for loader in loaders.values()}) > 1:
+    if len({loader.data for loader in loaders.values()}) > 1:
         return []
+    loaders = {facts.rank: loaders[facts.rank] for facts in ranks if len(facts.replicas) > 1}
     whole = [r for r, loader in loaders.items() if loader.sampler is None and not loader.opaque]
     problem = "the loader has no DistributedSampler: each rank goes through all of the data"
     return [Finding(problem, (), tuple(whole), _DIVIDE)] if whole else []
@@ -201,7 +202,7 @@ def _wrong_parts(ranks: Sequence[RankFacts]) -> list[Finding]:
     for facts in ranks:
         if facts.loader is None or facts.loader.sampler is None:
             continue
-        if facts.world == 1 and facts.launched is not None and facts.launched[1] > 1:
+        if not facts.replicas or (facts.world == 1 and (facts.launched or ("", 1))[1] > 1):
             continue  # who shares the data is not known here
         sampler, expected = facts.loader.sampler, len(facts.replicas)
         if sampler.replicas != expected:

@@ -124,7 +124,7 @@ def differing(
     holders = ranks_by(values)
     if len(holders) < 2:
         return []
-    told = "; ".join(f"{show(value)} on {on(ranks)}" for value, ranks in holders.items())
+    told = _listed((f"{show(value)} on {on(ranks)}" for value, ranks in holders.items()), "; ")
     odd = sorted(rank for ranks in list(holders.values())[1:] for rank in ranks)
     return [Finding(f"{what}: {told}", (), tuple(odd), remedy)]
 
@@ -148,6 +148,8 @@ def over_layers(found: Iterable[tuple[str, Finding]]) -> list[Finding]:
 def shown_groups(groups: Iterable[tuple[int, ...]], world: int) -> str:
     """Returns the ranks that a layer normalises over: those of all groups that it has."""
     several = list(dict.fromkeys(groups))
+    if not several:
+        return "unknown ranks"
     if several == [tuple(range(world))]:
         return f"all {world} ranks" if world > 1 else "a world of one"
     if len(several) <= _LISTED:
@@ -156,7 +158,7 @@ def shown_groups(groups: Iterable[tuple[int, ...]], world: int) -> str:
     return f"{len(several)} groups of {' or '.join(map(str, sizes))} ranks"
 
 
-def _listed(names: Iterable[str]) -> str:
-    several = list(names)
-    more = f", and {len(several) - _LISTED} more" if len(several) > _LISTED else ""
-    return ", ".join(several[:_LISTED]) + more
+def _listed(texts: Iterable[str], between: str = ", ") -> str:
+    several = list(texts)
+    more = [f"and {len(several) - _LISTED} more"] if len(several) > _LISTED else []
+    return between.join(several[:_LISTED] + more)

@@ -198,6 +198,38 @@ def test_the_model_is_left_as_it_is(run):
     assert run(2, untouched_rank) == [14, 14]
 
 
+class OwnGroup:
+    """A group of another kind than torch's, which tells nothing of its ranks."""
+
+    def size(self):
+        return 2
+
+    def allreduce(self, tensors, options):
+        pytest.fail("a sum over ranks that nobody knows")
+
+
+def test_a_group_of_another_kind_is_not_tried():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        report = verify(converted(net(), OwnGroup()))
+    finally:
+        dist.destroy_process_group()
+    assert report.findings == [] and report.layers[0].over == "unknown ranks"
+
+
+def test_a_lazy_layer_has_to_see_a_batch_first(run):
+    findings = run(2, lazy_rank)
+    assert findings[0] == findings[1]
+    ((problem, layers, ranks, _),) = findings[0]
+    assert "does not know its number of channels" in problem
+    assert (layers, ranks) == (("1",), (0, 1))
+
+
+def lazy_rank(rank):
+    model = nn.Sequential(converted(nn.BatchNorm2d(4)), nn.LazyBatchNorm2d())
+    return verify(model).findings
+
+
 def test_foreign_layers_are_in_the_table_and_not_in_the_trial():
     apexs = type("SyncBatchNorm", (nn.modules.batchnorm._BatchNorm,), {"__module__": APEX})
     report = verify(nn.Sequential(apexs(4)).to("meta"))

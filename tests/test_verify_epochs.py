@@ -29,11 +29,13 @@ LOADERS = {
     "sample by sample": lambda sampler: DataLoader(DATA, None, sampler=sampler),
     "a batch sampler": batched,
     "workers": lambda sampler: DataLoader(DATA, 2, sampler=sampler, num_workers=1),
-    "workers that stay": lambda sampler: DataLoader(
-        DATA, 2, sampler=sampler, num_workers=1, persistent_workers=True
-    ),
-    "spawned workers": lambda sampler: DataLoader(
-        DATA, 2, sampler=sampler, num_workers=1, multiprocessing_context="spawn"
+    "spawned workers that stay": lambda sampler: DataLoader(
+        DATA,
+        2,
+        sampler=sampler,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="spawn",
     ),
 }
 

@@ -130,7 +130,7 @@ MISTAKES = {
     "groups of one rank": Mistake(
         lambda rank, patch: converted(net(), sync_groups(1)),
         "nothing is synchronised: each layer's group holds one rank",
-        "convert_sync",
+        "larger groups",
         ALL,
         BOTH,
     ),

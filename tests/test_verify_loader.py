@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_verify_layers import converted, net
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
@@ -236,3 +240,28 @@ def test_the_ranks_of_ddp_share_the_data(run):
 @pytest.mark.parametrize("make", [SequentialSampler, RandomSampler])
 def test_a_process_alone_needs_no_division(make):
     assert verify(converted(net()), loader(make(Squares()))).findings == []
+
+
+def sharded_rank(rank):
+    """Sharded over the world each rank has data of its own; otherwise it cannot be told."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    loaders = [loader(DistributedSampler(Squares(), 4, rank)), loader()]
+    models = {
+        "over the world": fully_shard(converted(net())),
+        "over a part": fully_shard(converted(net(), mesh["data"]), mesh=mesh["data"]),
+        "by tensors": parallelize_module(
+            nn.Sequential(nn.Linear(4, 4)), mesh["model"], {"0": ColwiseParallel()}
+        ),
+    }
+    return {
+        name: [[finding.problem for finding in verify(model, each).findings] for each in loaders]
+        for name, model in models.items()
+    }
+
+
+def test_who_shares_the_data_of_sharded_models(run):
+    first, *others = run(4, sharded_rank)
+    assert others == [first] * 3
+    silent, (problem,) = first.pop("over the world")
+    assert silent == [] and NONE in problem
+    assert set(map(str, first.values())) == {"[[], []]"}
