@@ -75,8 +75,8 @@ def trial_note(ranks: Sequence[RankFacts]) -> str:
     if not groups:
         return "trial forward: none, as no layer of this package is synchronised"
     return (
-        f"trial forward: {len(groups)} made for the groups of {len(layers)} layers, each with "
-        "other data on every rank; the statistics are the same bits on all, and right"
+        f"trial forward: {len(groups)} for {len(layers)} layers, on data that differ by rank: the "
+        "statistics are right, and the same bits on all ranks of a group"
     )
 
 

@@ -48,9 +48,9 @@ def verify(
             ``epoch`` is a number that counts; a later ``verify`` makes a finding of it.
 
     Note:
-        A plain batch norm beside synchronised ones is no finding, as conversion can select, nor
-        one that is frozen on every rank. Of layers of torch's and apex's SyncBatchNorm settings and
-        groups are checked; the trial forward is made for those of this package.
+        A plain batch norm beside synchronised ones is no finding, as conversion can select, nor one
+        that is frozen on every rank; one that trains and that conversion would not take is. Of
+        torch's and apex's SyncBatchNorm, groups and settings are compared, and no trial is made.
 
         A loader is not judged where its sampler, or its iterable dataset, is the user's own. A
         dataset of another kind that divides itself by rank is only known from its length, and a
@@ -66,7 +66,7 @@ def verify(
         1  FastSyncBatchNorm  a world of one  from BatchNorm2d
         ranks: this process alone
         loader: none given
-        trial forward: 1 made for the groups of 1 layers, each with other data on every rank; ...
+        trial forward: 1 for 1 layers, on data that differ by rank: the statistics are right, ...
         nothing found
     """
     failed: Exception | None = None

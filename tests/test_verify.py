@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.nn.utils import parametrizations
 
 from syncbn_cuda import (
     VerificationError,
+    _health_facts,
     convert_sync_batchnorm,
     sync_groups,
     verify,
@@ -196,6 +199,26 @@ def untouched_rank(rank):
 
 def test_the_model_is_left_as_it_is(run):
     assert run(2, untouched_rank) == [14, 14]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("0,1,2", ("host GPU uuid-0", "host GPU uuid-2")),
+        ("MIG-5", ("host MIG-5",)),
+    ],
+)
+def test_gpus_are_known_by_host_and_uuid(monkeypatch, visible, gpus):
+    """Of a model on two GPUs, or a slice of one, as far as that shows without one."""
+    devices = [torch.device(name) for name in ("cpu", "cuda:2", "cuda:0", "cuda:2")]
+    tensors = [SimpleNamespace(device=d, is_cuda=d.type == "cuda") for d in devices]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(socket, "gethostname", lambda: "host")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}")
+    )
+    model = SimpleNamespace(parameters=lambda: tensors[:2], buffers=lambda: tensors[2:])
+    assert _health_facts.gpus_of(model) == gpus
 
 
 class OwnGroup:

@@ -91,11 +91,15 @@ def group_without_a_backend(rank, patch):
     return converted(net(), dist.new_group(backend="cuda:gloo"))
 
 
-def wrong_sum(rank, patch):
+def wrong_sum(error):
     """A sum over ranks that comes out too large on one of them."""
-    right = functional.all_reduce
-    patch.setattr(functional, "all_reduce", lambda *args: right(*args).add_(rank))
-    return converted(net())
+
+    def plant(rank, patch):
+        right = functional.all_reduce
+        patch.setattr(functional, "all_reduce", lambda *args: right(*args).add_(error * rank))
+        return converted(net())
+
+    return plant
 
 
 def sum_that_raises(rank, patch):
@@ -205,7 +209,10 @@ MISTAKES = {
         BOTH,
     ),
     "statistics that are wrong": Mistake(
-        wrong_sum, "trial forward over ranks 0-1 went wrong: the mean is off", "network", ALL
+        wrong_sum(1.0), "trial forward over ranks 0-1 went wrong: the mean is off", "network", ALL
+    ),
+    "statistics that differ in a bit": Mistake(
+        wrong_sum(5e-7), "trial forward over ranks 0-1 went wrong: bits of its own", "network", ALL
     ),
     "a sum that raises": Mistake(
         sum_that_raises, "RuntimeError: no route to host on rank 0", "network", ALL, BOTH
