@@ -28,14 +28,13 @@ LOADERS = {
     "plain": lambda sampler: DataLoader(DATA, 2, sampler=sampler),
     "sample by sample": lambda sampler: DataLoader(DATA, None, sampler=sampler),
     "a batch sampler": batched,
-    "workers": lambda sampler: DataLoader(DATA, 2, sampler=sampler, num_workers=1),
-    "spawned workers that stay": lambda sampler: DataLoader(
+    "workers that stay": lambda sampler: DataLoader(
         DATA,
         2,
         sampler=sampler,
         num_workers=1,
         persistent_workers=True,
-        multiprocessing_context="spawn",
+        multiprocessing_context="spawn",  # a process of tests may have threads
     ),
 }
 
