@@ -44,5 +44,5 @@ def watch(sampler: Any) -> None:
 
 def repeats(sampler: Any) -> bool:
     """Whether a watched sampler has made the same order for two epochs."""
-    epoch = vars(sampler).get("epoch")
+    epoch = getattr(sampler, "epoch", None)
     return isinstance(epoch, WatchedEpoch) and epoch.orders >= 2

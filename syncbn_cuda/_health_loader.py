@@ -48,8 +48,8 @@ class SamplerFacts(NamedTuple):
     rank: int
     replicas: int
     shuffle: bool
-    seed: int
-    epoch: int
+    seed: int  # 0 where no order is drawn
+    epoch: int  # likewise
     drop_last: bool
     repeats: bool  # it gave the same order for two epochs
 
@@ -71,7 +71,9 @@ def loader_facts(loader: Any) -> LoaderFacts:
     if isinstance(loader.dataset, IterableDataset):
         return LoaderFacts(None, "", "", None, "its dataset is iterable and divides itself")
     samplers = _samplers(loader)
-    dividing = [s for s in samplers if hasattr(s, "num_replicas") and hasattr(s, "rank")]
+    dividing = [
+        s for s in samplers if _number(s, "num_replicas") and _number(s, "rank") is not None
+    ]
     opaque = "" if dividing else next(filter(None, map(_why_opaque, samplers)), "")
     drawing = [s for s in samplers if isinstance(s, RandomSampler | SubsetRandomSampler)]
     facts = LoaderFacts(
@@ -119,14 +121,20 @@ def _why_opaque(sampler: Any) -> str:
 def _sampler_facts(sampler: Any) -> SamplerFacts:
     shuffle = bool(getattr(sampler, "shuffle", False))
     return SamplerFacts(
-        int(sampler.rank),
-        int(sampler.num_replicas),
+        _number(sampler, "rank") or 0,
+        _number(sampler, "num_replicas") or 0,
         shuffle,
-        int(getattr(sampler, "seed", 0)) if shuffle else 0,
-        int(getattr(sampler, "epoch", 0)) if shuffle else 0,
+        shuffle and _number(sampler, "seed") or 0,
+        shuffle and _number(sampler, "epoch") or 0,
         bool(getattr(sampler, "drop_last", False)),
         _health_epochs.repeats(sampler),
     )
+
+
+def _number(sampler: Any, name: str) -> int | None:
+    """Returns a number that a sampler has; None where it is another's word for something else."""
+    value = getattr(sampler, name, None)
+    return int(value) if isinstance(value, int) else None
 
 
 def _length(sized: Any) -> int | None:

@@ -62,6 +62,12 @@ class Own(Sampler):
         return SIZE // dist.get_world_size()
 
 
+class NotDivided(Own):
+    """Has the words of a DistributedSampler for other things."""
+
+    rank, num_replicas, seed = "first", torch.ones(2), None
+
+
 class OverSampler(DistributedSampler):
     """Divides the order that another sampler draws, as wrappers of frameworks do."""
 
@@ -165,6 +171,7 @@ CORRECT = {
     "a split that is the same": lambda rank: another_split(0),
     "an iterable dataset": lambda rank: loader(dataset=Stream()),
     "a sampler of its own": lambda rank: loader(Own()),
+    "a sampler that means other things": lambda rank: loader(NotDivided()),
     "a batch sampler of its own": lambda rank: DataLoader(
         Squares(), batch_sampler=[[rank, 2 + rank], [4 + rank]]
     ),
