@@ -257,7 +257,7 @@ def sharded_rank(rank):
         "over the world": fully_shard(converted(net())),
         "over a part": fully_shard(converted(net(), mesh["data"]), mesh=mesh["data"]),
         "by tensors": parallelize_module(
-            nn.Sequential(nn.Linear(4, 4)), mesh["model"], {"0": ColwiseParallel()}
+            nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (4,)), {"0": ColwiseParallel()}
         ),
     }
     return {
