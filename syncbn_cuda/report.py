@@ -15,6 +15,9 @@ from syncbn_cuda.module import FastSyncBatchNorm
 
 _OF_A_SAMPLE = (_InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
+#: The reason of a layer that conversion would take.
+NOT_CONVERTED = "not converted yet, or not selected"
+
 _STATUSES = ("converted", "synchronised", "left", "needs none")
 
 
@@ -115,7 +118,7 @@ def _status_and_reason(layer: nn.Module) -> tuple[str, str] | None:
             return status, "does not know its number of channels yet"
         replacement = replacement_or_reason(layer)
         reason = replacement if isinstance(replacement, str) else None
-        return status, reason or "not converted yet, or not selected"
+        return status, reason or NOT_CONVERTED
     if isinstance(layer, _OF_A_SAMPLE):
         return "needs none", "normalises each sample by itself"
     if "running_var" in layer._buffers:

@@ -289,6 +289,6 @@ def test_torchvision_models():
 def test_no_private_batch_norm_operator_of_torch_is_used():
     from pathlib import Path
 
-    for source in Path(syncbn_cuda.__file__).parent.glob("*.py"):
+    for source in Path(syncbn_cuda.__file__).parent.rglob("*.py"):
         text = source.read_text()
         assert "torch.batch_norm_" not in text and "aten.batch_norm" not in text, source

@@ -145,7 +145,7 @@ def test_other_devices_use_torch_operations():
 def test_no_private_operator_of_torch_is_called():
     """They change between releases. What is public of batch norm is torch.nn.functional's."""
     private = re.compile(r"ops\.aten|torch\.(_?native_)?(_?cudnn_)?_?batch_norm|_VF|_VariableFun")
-    files = [*PACKAGE.glob("*.py")]
+    files = [*PACKAGE.rglob("*.py")]
     assert len(files) > 10
     assert not [line for f in files for line in f.read_text().splitlines() if private.search(line)]
 
@@ -158,7 +158,10 @@ def test_import_leaves_cuda_alone():
 
 @pytest.mark.parametrize(
     "name",
-    ["_library", "_registry", "convert", "functional", "groups", "module", "report", "running"],
+    [
+        *("_library", "_registry", "convert", "functional", "groups", "health", "module"),
+        *("report", "running"),
+    ],
 )
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(f"syncbn_cuda.{name}")
