@@ -28,10 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn_cuda import convert_sync_batchnorm, sync_groups
 
 try:
-    from segmentation import checkpoint, evaluation, folder
-    from segmentation.clock import Clock, Split
+    from segmentation import checkpoint, evaluation, folder, launch
+    from segmentation.clock import Clock
     from segmentation.data import Crops, DigitPages, Samples, TrainingLoader, Whole
-    from segmentation.launch import World, start
+    from segmentation.launch import Refusal, World
     from segmentation.log import Log
     from segmentation.options import parse_arguments
     from segmentation.seeds import seed_everything
@@ -61,6 +61,14 @@ def load_samples(args: argparse.Namespace, world: World) -> tuple[Samples, Sampl
     return training, held_out
 
 
+def group_of(ranks: int | str) -> dist.ProcessGroup | None:
+    """Those to normalise with: some ranks in a row, or all."""
+    try:
+        return None if ranks == "on" else sync_groups(ranks)
+    except ValueError as error:
+        raise Refusal(f"--sync-bn group:{ranks}: {error}") from None
+
+
 class Recipe:
     """A training: its parts, and its epochs."""
 
@@ -68,7 +76,7 @@ class Recipe:
         self.args, self.world, device = args, world, world.device
         self.resume_from = checkpoint.find(args.out, args.resume, world)
         self.log = Log(args.out / "log.jsonl", world)
-        torch.use_deterministic_algorithms(args.deterministic)
+        torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
 
         samples, self.held_out = load_samples(args, world)
         self.classes, channels = samples.classes, samples.channels
@@ -84,8 +92,7 @@ class Recipe:
         seed_everything(args.seed)  # the same weights on all ranks
         net: nn.Module = UNet(self.classes, channels=channels)
         if args.sync_bn != "off":
-            group = None if args.sync_bn == "on" else sync_groups(args.sync_bn)
-            net = convert_sync_batchnorm(net, group)
+            net = convert_sync_batchnorm(net, group_of(args.sync_bn))
         self.net = net.to(device)
         self.model = DistributedDataParallel(
             self.net, device_ids=[device.index] if device.type == "cuda" else None
@@ -110,12 +117,9 @@ class Recipe:
             steps=self.steps,
             settings={"classes": self.classes, "channels": channels},
         )
-        self.autocast = partial(
-            torch.autocast,
-            device.type,
-            torch.float16 if fp16 else torch.bfloat16,
-            enabled=args.amp != "off",
-        )
+        precision = torch.float16 if fp16 else torch.bfloat16
+        autocast = partial(torch.autocast, device.type, precision, enabled=args.amp != "off")
+        self.how = {"device": device, "autocast": autocast}  # to compute
         self.clock = Clock(world)
         self.alone = sync_groups(1)  # to measure with
 
@@ -127,7 +131,7 @@ class Recipe:
             f"{self.classes} classes, {self.steps} steps an epoch"
         )
         shape = (args.batch, training.settings["channels"], args.crop, args.crop)
-        warm_up(self.model, shape, device=world.device, autocast=self.autocast)
+        warm_up(self.model, shape, **self.how)
         if self.resume_from:
             self.log.say(checkpoint.resume(self.resume_from, training, world, args.seed))
         world.advice = "No epoch was completed."
@@ -147,16 +151,16 @@ class Recipe:
 
     def train_epoch(self, epoch: int) -> None:
         args, training, device = self.args, self.training, self.world.device
-        settings = {"device": device, "autocast": self.autocast}
         self.model.train()
         loss = torch.zeros((), device=device)
         self.clock.restart()
         batches = self.clock.waiting_for(self.loader.epoch(epoch))
         with self.log.bar(f"epoch {epoch + 1}/{args.epochs}", self.steps) as bar:
             for step, group in enumerate(in_groups(batches, args.accumulate), start=1):
+                rate = training.scheduler.get_last_lr()[0]
                 pixels = count_pixels(group, device)
                 loss += backward(
-                    self.model, group, pixels, self.world.size, scaler=training.scaler, **settings
+                    self.model, group, pixels, self.world.size, scaler=training.scaler, **self.how
                 )
                 training.scaler.step(training.optimizer)
                 training.scaler.update()
@@ -166,21 +170,27 @@ class Recipe:
                 bar.update()
                 # An epoch with fewer steps has one report, at its end.
                 if args.log_every and step % min(args.log_every, self.steps) == 0:
-                    optimizer = training.optimizer
-                    again = partial(step_alone, self.net, optimizer, self.alone, group, **settings)
-                    images = self.clock.batches * args.batch * self.world.size / self.clock.steps
-                    found, mean_loss = self.clock.report(again, len(group), loss / self.clock.steps)
-                    where = f"epoch {epoch + 1} step {step}"
-                    self.report(where, found, 1e3 * images / found.step, mean_loss, bar)
+                    self.report(bar, group, epoch=epoch + 1, step=step, rate=rate, loss=loss)
                     loss.zero_()
 
-    def report(self, where: str, split: Split, images_s: float, loss: float, bar: tqdm) -> None:
-        rate = self.training.optimizer.param_groups[0]["lr"]
-        bar.set_postfix_str(f"loss {loss:.3f}, {images_s:.0f} images/s", refresh=False)
+    def report(
+        self, bar: tqdm, batches: list, *, epoch: int, step: int, rate: float, loss: torch.Tensor
+    ) -> None:
+        """Tells how training goes since the last report. A collective."""
+        clock = self.clock
+        images = self.args.batch * self.world.size * clock.batches / clock.steps  # a step
+        alone = partial(
+            step_alone, self.net, self.training.optimizer, self.alone, batches, **self.how
+        )
+        split, mean_loss = clock.report(alone, len(batches), loss / clock.steps)
+        images_s = 1e3 * images / split.step
+        bar.set_postfix_str(f"loss {mean_loss:.3f}, {images_s:.0f} images/s", refresh=False)
         self.log.say(
-            f"{where}: loss {loss:.4f}, rate {rate:.2g}, {images_s:.0f} images/s, {split}",
-            where=where,
-            loss=loss,
+            f"epoch {epoch} step {step}: loss {mean_loss:.4f}, rate {rate:.2g}, "
+            f"{images_s:.0f} images/s, {split}",
+            epoch=epoch,
+            step=step,
+            loss=mean_loss,
             rate=rate,
             images_s=images_s,
             ms=split.numbers(),
@@ -193,9 +203,8 @@ class Recipe:
             Whole(self.held_out),
             which,
             classes=self.classes,
-            device=self.world.device,
-            autocast=self.autocast,
             workers=self.args.workers,
+            **self.how,
         )
 
     def evaluate(self) -> float:
@@ -234,8 +243,7 @@ class Recipe:
 
 def main() -> None:
     args = parse_arguments()
-    with start(args.timeout) as world:
-        Recipe(args, world).run()
+    launch.run(lambda world: Recipe(args, world).run(), args.timeout)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
+from pathlib import Path
 
 from scripts import example
 
@@ -33,16 +35,33 @@ def dies() -> None:
     before(recipe.Recipe, "train_epoch", die)
 
 
+def in_the_second_step(fault) -> None:
+    forwards = itertools.count(1)  # of which the first is the warm-up
+
+    def second(*_) -> None:
+        if next(forwards) == 4:
+            fault()
+
+    before(recipe.UNet, "forward", second)
+
+
 def raises() -> None:
-    """In the second step; the others are in the midst of it."""
-    steps = []
+    """While the others are in the midst of a step."""
 
-    def fail(*_) -> None:
-        steps.append(None)
-        if len(steps) == 4:  # after the warm-up
-            raise RuntimeError("planted")
+    def fail() -> None:
+        raise RuntimeError("planted")
 
-    before(recipe.UNet, "forward", fail)
+    in_the_second_step(fail)
+
+
+def stalls() -> None:
+    """In the second step, for good; the others wait for it in a collective."""
+
+    def stall() -> None:
+        Path(os.environ["STALLED"]).touch()
+        time.sleep(1000)
+
+    in_the_second_step(stall)
 
 
 def computes_slowly() -> None:

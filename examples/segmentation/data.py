@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from segmentation.launch import Refusal, World
+from segmentation.launch import Refusal, World, uninterrupted
 from segmentation.seeds import mixed, seed_worker
 
 #: The value of a mask's pixels that are no class.
@@ -106,6 +106,13 @@ def _padded(image: Tensor, mask: Tensor, pad: tuple[int, ...]) -> tuple[Tensor, 
     return F.pad(image, pad), F.pad(mask, pad, value=IGNORED)
 
 
+def batches_of(loader: DataLoader) -> Iterator:
+    """Iterates over a loader; its workers start when the first batch is asked for."""
+    with uninterrupted():
+        batches = iter(loader)
+    yield from batches
+
+
 class TrainingLoader:
     """The batches of one rank, in another order each epoch.
 
@@ -145,4 +152,4 @@ class TrainingLoader:
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         self.sampler.set_epoch(number)  # or every epoch has the order of the first
         self.loader.generator.manual_seed(mixed(self.seed, self.rank, number))
-        yield from self.loader  # which starts its workers when the first batch is asked for
+        yield from batches_of(self.loader)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from segmentation.data import IGNORED
+from segmentation.data import IGNORED, batches_of
 from segmentation.launch import World
 from segmentation.step import Autocast
 
@@ -50,9 +50,8 @@ def evaluate(
     predictions = []
     was_training = net.training
     net.eval()
-    for image, mask, (height, width) in DataLoader(
-        Subset(dataset, which), batch_size=None, num_workers=workers
-    ):
+    loader: DataLoader = DataLoader(Subset(dataset, which), batch_size=None, num_workers=workers)
+    for image, mask, (height, width) in batches_of(loader):
         with autocast():
             logits = net(image[None].to(device))
         predicted = logits[0].argmax(0)

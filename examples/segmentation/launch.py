@@ -68,25 +68,44 @@ class World:
         return json.loads(self.store.get(key))
 
 
-@contextmanager
-def start(timeout: float) -> Iterator[World]:
+def run(function: Callable[[World], None], timeout: float) -> None:
     """Joins the ranks that torchrun started, or makes a world of one; ends them whatever happens.
 
+    No context manager: Ctrl-C while one is left would be raised outside of what it guards.
+
     Args:
+        function: what to do with them.
         timeout: seconds after which a collective that a rank is missing from is given up.
     """
     world: World | None = None
     try:
         try:
-            _catch_interrupt()
+            _catch_interrupt(lambda: _say_interrupted(world))
             world = _join(timeout)
-            yield world
+            function(world)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that is pending comes here at last
     except BaseException as error:
         _leave(world, error)
     gc.collect()  # DistributedDataParallel, in cycles, keeps Gloo's threads beyond Python's end
     dist.destroy_process_group()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back while processes are started, which are then deaf to it.
+
+    In the midst of a fork the exception would be raised where Python can only ignore it. Processes
+    that prepare batches end with the rank, and need not all say that they were interrupted.
+    """
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        raise KeyboardInterrupt
 
 
 def _join(timeout: float) -> World:
@@ -117,7 +136,7 @@ def _join(timeout: float) -> World:
     return World(rank, size, device, dist.PrefixStore("recipe", store))
 
 
-def _catch_interrupt() -> None:
+def _catch_interrupt(say: Callable[[], None]) -> None:
     """Makes SIGINT raise KeyboardInterrupt, and end the process where Python does not get to it."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -126,6 +145,7 @@ def _catch_interrupt() -> None:
         while os.read(reading, 1) != bytes([signal.SIGINT]):
             pass
         time.sleep(GRACE)
+        say()
         os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -144,8 +164,7 @@ def _leave(world: World | None, error: BaseException) -> NoReturn:
     if interrupted or first == "interrupted":
         # Without the others a collective fails as well: that is no error of its own.
         status = INTERRUPTED
-        if world is None or world.leads:
-            print(f"\nInterrupted. {world.advice if world else ''}", file=sys.stderr)
+        _say_interrupted(world)
     else:
         status = REFUSED if isinstance(error, Refusal) else FAILED
         if first == "":
@@ -155,6 +174,11 @@ def _leave(world: World | None, error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _say_interrupted(world: World | None) -> None:
+    if world is not None and world.leads:
+        print(f"\nInterrupted. {world.advice}", file=sys.stderr, flush=True)
 
 
 def _first_to_end(world: World | None, reason: str) -> str:

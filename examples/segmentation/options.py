@@ -136,7 +136,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add(
         "--deterministic",
         action="store_true",
-        help="on GPUs too, a resumed run is bit for bit what an undisturbed one is; slower",
+        help="on GPUs too, a resumed run is bit for bit the undisturbed one, as far as torch has "
+        "deterministic kernels (it warns where not); slower",
     )
 
     add = parser.add_argument_group("evaluation, checkpoints, log").add_argument
