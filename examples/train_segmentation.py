@@ -102,9 +102,7 @@ class Recipe:
         batch = world.size * args.batch * args.accumulate  # of a step, which decides on the rate
         rate = scaled_rate(args.lr, args.lr_scale, batch, args.base_batch)
         self.steps = -(-len(self.loader) // args.accumulate)  # the last takes what is left over
-        optimizer = torch.optim.AdamW(
-            self.net.parameters(), rate, weight_decay=args.weight_decay, foreach=True
-        )
+        optimizer = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=args.weight_decay)
         schedule = rate_schedule(
             args.epochs * self.steps, round(args.warmup * self.steps), args.decay
         )

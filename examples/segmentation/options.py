@@ -70,14 +70,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument_group("data").add_argument
     add("--data", type=Path, metavar="DIR", help="images and masks (default: handwritten digits)")
     add("--classes", type=number(int, 2), help="how many (default: found out from all masks)")
-    add("--val-fraction", type=number(float, 0, True), default=0.2, help="(default: %(default)s)")
+    add(
+        "--val-fraction",
+        type=number(float, 0, True),
+        default=0.2,
+        help="of the images, to evaluate on, where there is no DIR/val (default: %(default)s)",
+    )
     add("--crop", type=number(int, MULTIPLE), help="side of a crop (default: 256; digits: 40)")
     add("--no-flip", action="store_true", help="do not mirror: left and right have a meaning")
     add(
         "--pages",
         type=number(int, 1),
         default=384,
-        help="of digits to train on; a quarter of it more to evaluate on (default: %(default)s)",
+        help="of digits, to train on; to evaluate on there are a quarter as many "
+        "(default: %(default)s)",
     )
     add(
         "--workers",
@@ -129,10 +135,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="EPOCHS",
         help="over which the rate rises (default: %(default)s)",
     )
-    add("--decay", choices=("cosine", "poly"), default="cosine", help="of the rate afterwards")
+    add(
+        "--decay",
+        choices=("cosine", "poly"),
+        default="cosine",
+        help="how the rate falls afterwards",
+    )
     add("--weight-decay", type=number(float, 0), default=0.01, help="(default: %(default)s)")
     add("--amp", choices=("off", "fp16", "bf16"), default="off", help="mixed precision")
-    add("--seed", type=number(int, 0), default=0)
+    add("--seed", type=number(int, 0), default=0, help="of all random numbers (default: 0)")
     add(
         "--deterministic",
         action="store_true",
@@ -148,7 +159,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="by all ranks, each a share, or by rank 0 alone (default: sharded)",
     )
     add("--predictions", action="store_true", help="at the end write OUT/predictions/NAME.png")
-    add("--out", type=Path, default=Path("runs/segmentation"), help="(default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/segmentation"),
+        help="folder of a run, which none of another is in (default: %(default)s)",
+    )
     add(
         "--resume",
         metavar="{auto,PATH}",
