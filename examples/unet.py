@@ -28,16 +28,19 @@ class UNet(nn.Module):
     Args:
         classes: how many classes a pixel may have.
         widths: channels at full, half and quarter resolution.
+        channels: of the images, 1 where they are grey.
 
     Shape:
-        - Input: ``(N, 1, H, W)``, H and W multiples of 4.
+        - Input: ``(N, channels, H, W)``, H and W multiples of 4.
         - Output: ``(N, classes, H, W)``, the logits.
     """
 
-    def __init__(self, classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> None:
+    def __init__(
+        self, classes: int, widths: tuple[int, int, int] = (16, 32, 64), *, channels: int = 1
+    ) -> None:
         super().__init__()
         full, half, quarter = widths
-        self.down_full = block(1, full, full)
+        self.down_full = block(channels, full, full)
         self.down_half = block(full, half, half)
         self.quarter = block(half, quarter, quarter)
         self.up_half = block(quarter + half, half)

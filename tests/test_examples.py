@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
-import pytest
-from toolkits import ROOT
+from scripts import example, needs, run, torchrun
 
 DEMO = "examples/digits_segmentation.py"
-LIMIT_S = 400  # on a busy machine; a tenth of it on an idle one
-
-
-def needs(*files: str) -> pytest.MarkDecorator:
-    """Skips where the tests lie beside an installed wheel, which holds the package alone."""
-    missing = [file for file in files if not (ROOT / file).is_file()]
-    return pytest.mark.skipif(bool(missing), reason=f"not beside tests/: {', '.join(missing)}")
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a Python command on the CPU from the root of the repository."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done
 
 
 @needs(DEMO)
 def test_the_demo_shows_that_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     figure = tmp_path / "demo.png"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(*torchrun, DEMO, "--quick", "--out", str(figure))
+    done = run(*torchrun(2), DEMO, "--quick", "--out", figure)
 
     numbers = json.loads(figure.with_suffix(".json").read_text())
     assert numbers["settings"]["ranks"] == 2
@@ -64,19 +38,17 @@ def test_the_demo_shows_that_ranks_compute_what_one_process_does(tmp_path: Path)
 
 @needs(DEMO)
 def test_the_demo_names_a_folder_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="there is no folder .*missing"):
-        run(DEMO, "--out", str(tmp_path / "missing" / "demo.png"))
+    done = run(DEMO, "--out", tmp_path / "missing" / "demo.png", succeeds=False)
+    assert re.search("there is no folder .*missing", done.stderr)
 
 
 @needs(DEMO)
-def test_ranks_together_draw_the_pages_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from digits import CLASSES, PAGE, Pages
-
-    pages = Pages(train=True)
+def test_ranks_together_draw_the_pages_of_one_process() -> None:
+    digits = example("digits")
+    pages = digits.Pages(train=True)
     images, classes = pages.draw(seed=3, step=5, pages=range(4))
-    assert images.shape == (4, 1, PAGE, PAGE)
-    assert 1 < classes.unique().numel() <= CLASSES
+    assert images.shape == (4, 1, digits.PAGE, digits.PAGE)
+    assert 1 < classes.unique().numel() <= digits.CLASSES
     for rank in range(2):
         mine = slice(2 * rank, 2 * rank + 2)
         some_images, some_classes = pages.draw(seed=3, step=5, pages=range(4)[mine])
@@ -90,8 +62,7 @@ UNEQUAL = "examples/unequal_batches.py"
 
 @needs(UNEQUAL)
 def test_the_weighting_of_unequal_batches_is_exact() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    lines = run(*torchrun, UNEQUAL).stdout.splitlines()
+    lines = run(*torchrun(2), UNEQUAL).stdout.splitlines()
     errors = {line.split()[0]: float(line.split()[-1]) for line in lines if "difference" in line}
     assert errors["weighted_loss"] < 1e-12  # float64
     assert errors["mean_loss"] > 1e-2  # the comparison can tell

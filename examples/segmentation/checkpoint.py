@@ -1,0 +1,149 @@
+"""Checkpoints: whole or not at all, and enough in them to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from segmentation.launch import Refusal, World
+from segmentation.seeds import random_states, seed_everything, set_random_states
+
+
+@dataclass
+class Training:
+    """All that changes in a training."""
+
+    net: nn.Module  # without DistributedDataParallel, hence without "module." in its names
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    steps: int  # an epoch
+    settings: dict[str, Any]  # what a checkpoint has to agree with
+    epoch: int = 0  # how many are done
+    best: float = -1.0  # mean IoU
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "settings": self.settings,
+            "epoch": self.epoch,
+            "best": self.best,
+        }
+
+    def load(self, state: dict[str, Any], same_ranks: bool) -> None:
+        rates = self.scheduler.base_lrs
+        self.net.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if same_ranks:
+            self.scheduler.load_state_dict(state["scheduler"])
+        else:  # an epoch has another number of steps, and a step another batch
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["initial_lr"] = rate
+            self.scheduler.last_epoch = state["epoch"] * self.steps - 1
+            self.scheduler.step()
+        if state["scaler"]:  # empty where it was made without fp16
+            self.scaler.load_state_dict(state["scaler"])
+        self.epoch, self.best = state["epoch"], state["best"]
+
+
+def save(path: Path, training: Training, world: World) -> None:
+    """Saves a checkpoint with the random states of every rank. A collective; rank 0 writes."""
+    states: list | None = [None] * world.size if world.leads else None
+    dist.gather_object(random_states(), states, dst=0)
+    if world.leads:
+        write(path, training.state() | {"random": states})
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """Writes a file that is either whole or what was there before, whenever the power fails."""
+    unfinished = path.with_name(f".{path.name}.unfinished")  # on the same disk: a rename is atomic
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
+
+
+def find(out: Path, resume: str | None, world: World) -> Path | None:
+    """Makes the folder of a run, and tells which checkpoint to go on from. Rank 0 looks for all."""
+
+    def look() -> str | None:
+        out.mkdir(parents=True, exist_ok=True)
+        last = out / "checkpoint.pt"
+        if resume is None and last.exists():
+            raise Refusal(
+                f"--out {out}: there is a run already. Give --resume auto to go on with it, or "
+                "another folder"
+            )
+        if resume == "auto":
+            return str(last) if last.exists() else None
+        return resume
+
+    found = world.on_rank_0(look)
+    return Path(found) if found else None
+
+
+def resume(path: Path, training: Training, world: World, seed: int) -> str:
+    """Goes on from a checkpoint. A collective; returns what to tell the user about it.
+
+    Rank 0 reads the file for all, which on several machines may be the only one that has it.
+    """
+    box = [_read(path, training.settings) if world.leads else b""]
+    dist.broadcast_object_list(box, src=0)
+    state = _parse(box[0])
+    ranks = len(state["random"])
+    try:
+        training.load(state, same_ranks=ranks == world.size)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise Refusal(f"--resume {path}: does not fit this net or optimizer: {error}") from None
+    told = f"Going on from {path}, after epoch {training.epoch}."
+    if ranks == world.size:
+        set_random_states(state["random"][world.rank])
+        return told
+    seed_everything(seed, world.rank, training.epoch)
+    return (
+        f"{told} It was made by {ranks} ranks and there are {world.size}: random numbers begin "
+        "anew, and the learning rate is that of the new batch."
+    )
+
+
+def _read(path: Path, settings: dict[str, Any]) -> bytes:
+    """Returns what is in a file, once it is known to be a checkpoint that fits."""
+    if not path.is_file():
+        raise Refusal(f"--resume {path}: there is no such file")
+    content = path.read_bytes()
+    try:
+        made_with = _parse(content)["settings"]
+    except Exception as error:  # of many kinds, as it may be any file
+        raise Refusal(f"--resume {path}: no checkpoint of this script ({error})") from None
+    for name, value in settings.items():
+        if made_with.get(name) != value:
+            raise Refusal(
+                f"--resume {path}: made with {name} = {made_with.get(name)}, and here it is "
+                f"{value}. Resume with the data and arguments of that run, or start another one "
+                "in another --out folder"
+            )
+    return content
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    # To the CPU first: else every tensor goes to the GPU it came from, on all ranks GPU 0.
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,0 +1,182 @@
+"""How the training recipe ends where something is wrong: soon, saying why, and without harm."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import distributed
+import pytest
+import torch
+from optional import optional
+from scripts import LIMIT_S, environment, example, needs, run, torchrun
+from test_recipe import FAULTS, RECIPE, SMALL
+from toolkits import ROOT
+from torch import nn
+
+pytestmark = needs(RECIPE)
+
+for package in ("sklearn", "tqdm"):
+    optional(package)
+
+
+def begin(*command: object, **more: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment(**more),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def wait_for(path: Path, *processes: subprocess.Popen) -> None:
+    """Waits until processes have written a file."""
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+
+
+def ranks_alone(*command: object, **more: str) -> list[subprocess.Popen]:
+    """Two ranks, each started by itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | more
+    return [
+        begin(*command, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port, **world)
+        for rank in range(2)
+    ]
+
+
+def ranks_of_torchrun(*command: object) -> list[subprocess.Popen]:
+    return [begin(*torchrun(2), *command)]
+
+
+@pytest.mark.parametrize(("start", "status"), ((ranks_alone, 130), (ranks_of_torchrun, 1)))
+def test_ctrl_c_ends_all_ranks_and_leaves_a_whole_checkpoint(start, status, tmp_path) -> None:
+    # With workers, which get the signal as well.
+    arguments = (*SMALL, "--epochs", 1000, "--workers", 1, "--out", tmp_path)
+    processes = start(RECIPE, *arguments)
+    try:
+        wait_for(tmp_path / "best.pt", *processes)
+        interrupted = time.monotonic()
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        told = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert time.monotonic() - interrupted < 60  # 1 or 2 on an idle machine; the timeout is 600
+    # torchrun itself shows where the signal found it, and ends with 1.
+    assert [process.returncode for process in processes] == [status] * len(processes)
+    assert sum(text.count("give the same arguments and --resume auto") for text in told) == 1
+    for text in told:
+        assert not re.search("KeyboardInterrupt|segmentation/", text), text[-4000:]
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] >= 1
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_another_one(tmp_path) -> None:
+    stalled = tmp_path / "stalled"
+    command = (FAULTS, "stalls", 1, *SMALL, "--out", tmp_path)
+    first, second = ranks_alone(*command, STALLED=str(stalled))
+    try:
+        wait_for(stalled, first, second)
+        time.sleep(2)  # until rank 0 is in the collective, where Python gets no signal
+        first.send_signal(signal.SIGINT)
+        told = first.communicate(timeout=60)[1]  # 3 seconds on an idle machine
+        assert second.poll() is None
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 130
+    assert told.count("Interrupted. No epoch was completed.") == 1
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_an_error_in_one_rank_is_shown_once_and_ends_the_others(rank, tmp_path) -> None:
+    began = time.monotonic()
+    arguments = (*SMALL, "--epochs", 1, "--out", tmp_path)
+    done = run(*torchrun(2), FAULTS, "raises", rank, *arguments, succeeds=False)
+    assert time.monotonic() - began < 120  # 6 on an idle machine; the timeout is 600
+    assert done.stderr.count(f"Rank {rank} failed, which ends the run:\nTraceback") == 1
+    assert done.stderr.count("RuntimeError: planted") == 1
+    assert f"Rank {1 - rank} failed" not in done.stderr
+
+
+@pytest.fixture
+def one_rank():
+    """The world of this process alone."""
+    launch = example("segmentation.launch")
+    with distributed.fake_world(1):
+        yield launch.World(0, 1, torch.device("cpu"), torch.distributed.HashStore())
+
+
+def training(**settings: int):
+    """A training that nothing has happened in yet."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return example("segmentation.checkpoint").Training(
+        net, optimizer, scheduler, scaler, steps=1, settings=settings
+    )
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused(tmp_path) -> None:
+    done = run(*torchrun(2), RECIPE, "--sync-bn", "group:3", "--out", tmp_path, succeeds=False)
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert told[0].startswith("error: --sync-bn group:3: sync_groups(3): expected a size from 1")
+
+
+def test_a_checkpoint_that_fails_to_be_written_leaves_the_one_before(
+    tmp_path, monkeypatch, one_rank
+) -> None:
+    checkpoint = example("segmentation.checkpoint")
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.write(path, {"random": [1]})
+    before = path.read_bytes()
+
+    def save_half(state, file) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", save_half)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.write(path, {"random": [2]})
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    (
+        (half, {"classes": 3}, "no checkpoint of this script"),
+        (Path.unlink, {"classes": 3}, "there is no such file"),
+        (Path.touch, {"classes": 4}, "made with classes = 3, and here it is 4"),
+    ),
+    ids=("half", "missing", "other classes"),
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    change, settings, message, tmp_path, one_rank
+) -> None:
+    checkpoint, launch = example("segmentation.checkpoint"), example("segmentation.launch")
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.write(path, training(classes=3).state())
+    change(path)
+    with pytest.raises(launch.Refusal, match=message):
+        checkpoint.resume(path, training(**settings), one_rank, seed=0)
