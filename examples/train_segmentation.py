@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn_cuda import convert_sync_batchnorm, sync_groups
+from syncbn_cuda import convert_sync_batchnorm, sync_groups, verify
 
 try:
     from segmentation import checkpoint, evaluation, folder, launch
@@ -119,7 +119,8 @@ class Recipe:
         autocast = partial(torch.autocast, device.type, precision, enabled=args.amp != "off")
         self.how = {"device": device, "autocast": autocast}  # to compute
         self.clock = Clock(world)
-        self.alone = sync_groups(1)  # to measure with
+        # To measure with. Only this rank takes part in making it.
+        self.alone = dist.new_group([world.rank], use_local_synchronization=True)
 
     def run(self) -> None:
         """Trains the epochs that are left."""
@@ -129,6 +130,7 @@ class Recipe:
             f"{self.classes} classes, {self.steps} steps an epoch"
         )
         shape = (args.batch, training.settings["channels"], args.crop, args.crop)
+        self.check()
         warm_up(self.model, shape, **self.how)
         if self.resume_from:
             self.log.say(checkpoint.resume(self.resume_from, training, world, args.seed))
@@ -146,6 +148,14 @@ class Recipe:
         if args.predictions:
             self.write_predictions()
         self.log.say(f"Best mean IoU {training.best:.4f}, in {args.out / 'best.pt'}")
+
+    def check(self) -> None:
+        """Refuses to train where the ranks are not set up as they should be. A collective."""
+        if self.args.sync_bn == "off":
+            return  # as asked for
+        report = verify(self.model, self.loader.loader)  # the same on all ranks
+        if report.findings:
+            raise Refusal(f"the health check found something:\n{report}")
 
     def train_epoch(self, epoch: int) -> None:
         args, training, device = self.args, self.training, self.world.device

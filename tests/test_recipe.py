@@ -145,4 +145,4 @@ def test_a_step_is_divided_into_what_it_was_spent_on(fault, rank, expected, tmp_
     assert median(report["slowest"] for report in reports) == rank
     for part, planted in expected.items():
         # A step itself takes some 30 ms, and several times that where other processes take turns.
-        assert planted - 40 < median(report[part] for report in reports) < planted + 200, part
+        assert planted - 50 < median(report[part] for report in reports) < planted + 300, part

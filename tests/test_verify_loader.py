@@ -256,6 +256,7 @@ def sharded_rank(rank):
     models = {
         "over the world": fully_shard(converted(net())),
         "over a part": fully_shard(converted(net(), mesh["data"]), mesh=mesh["data"]),
+        "twice": fully_shard(converted(net()), mesh=mesh),
         "by tensors": parallelize_module(
             nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (4,)), {"0": ColwiseParallel()}
         ),
