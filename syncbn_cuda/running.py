@@ -64,8 +64,8 @@ def reduce_running_stats(
         RuntimeError: another rank raised one of these.
 
     Note:
-        ``DistributedDataParallel`` begins each forward with the buffers of rank 0 on all ranks: give
-        it ``broadcast_buffers=False``, or there is one batch of each rank to average.
+        ``DistributedDataParallel`` begins each forward with the buffers of rank 0 on all ranks:
+        give it ``broadcast_buffers=False``, or there is one batch of each rank to average.
 
         The mean of the ranks' variances is not the variance of their data: it lacks what the ranks'
         means differ by, and running buffers forget. For the statistics of the data itself see
