@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from syncbn_cuda._exchange import gather, is_distributed
+from syncbn_cuda._exchange import gather_or_raise, is_distributed
 
 
 def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
@@ -31,7 +31,7 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
         ValueError: ``size`` is neither ``"node"`` nor a number from 1 to the size of the world,
             does not divide the world, or the arguments differ between ranks (then on all of them).
         TypeError: ``size`` is of another type.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialised, or another rank raised one of these.
 
     Note:
         In a small group fewer ranks wait for each other, and fewer images make the statistics.
@@ -51,8 +51,12 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
             "part of its world: call torch.distributed.init_process_group first"
         )
     world = dist.get_world_size()
-    _check(size, ragged, world)
-    told = gather(((size, ragged), socket.gethostname()))
+
+    def declare() -> tuple[tuple[int | str, bool], str]:
+        _check(size, ragged, world)
+        return (size, ragged), socket.gethostname()
+
+    told = list(gather_or_raise("sync_groups", declare).values())
     arguments = [arguments for arguments, _ in told]
     if arguments.count(arguments[0]) < world:
         shown = ", ".join(
