@@ -141,6 +141,8 @@ def record(layer: _BatchNorm, totals: dict[_BatchNorm, Tensor]) -> Callable[[], 
         if lacks_float64(input):
             input = input.cpu()
         message = kernels_for(input.device).batch_norm_stats(dense(input))
+        if getattr(layer, "skip_nonfinite_update", False):
+            message = torch.where(message.isfinite().all(), message, 0.0)
         totals[layer] = message if layer not in totals else totals[layer] + message
 
     return layer.register_forward_pre_hook(add, with_kwargs=True).remove

@@ -164,7 +164,8 @@ def recompute_running_stats(
         Sums are float64 and stay on the device; one ``all_reduce`` at the end, and a small exchange
         on the CPU before each batch. A variance loses ``2**-52 * mean**2``. Buffers are the same
         bits on every rank; all other buffers, ``num_batches_tracked`` and each module's
-        ``training`` come back as they were, and a layer that saw no value keeps its buffers. What
+        ``training`` come back as they were, and a layer that saw no value keeps its buffers. A
+        layer with ``skip_nonfinite_update`` does without a rank's batch that has NaN or Inf. What
         is compiled runs eagerly. The caller's ``autocast`` holds. A model without a layer to
         compute is not run.
 

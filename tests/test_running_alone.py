@@ -58,6 +58,19 @@ def test_a_layer_that_saw_no_value_keeps_its_buffers():
     check(running(converted), {"0": (np.zeros(3), np.ones(3))})
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_layers_that_skip_what_is_not_finite_do_without_such_a_batch(bad):
+    (batches,) = loaders((3,))
+    poisoned = batches[1].clone()
+    poisoned[0, 1] = bad
+    net = convert_sync_batchnorm(model(), skip_nonfinite_update=True)
+    recompute_running_stats(net, [batches[0], poisoned, *batches[1:]])
+    check(running(net), expected([batches], [[0]]))
+    convert_sync_batchnorm(net, skip_nonfinite_update=False)
+    recompute_running_stats(net, [*batches, poisoned])
+    assert not np.isfinite(running(net)["0"][0]).all()
+
+
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a part"])
 def test_compiled_models_run_eagerly_for_the_pass(how):
     net, (batches,) = model(), loaders((3,))
