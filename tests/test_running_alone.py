@@ -99,6 +99,31 @@ def test_drop_out_drops_as_in_training_and_autocast_holds():
     assert not any(module.training for module in net.modules())
 
 
+class Caching(nn.Module):
+    """Fills a buffer that was empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("cache", None)
+
+    def forward(self, x):
+        self.cache = x
+        return self.norm(x)
+
+
+def test_a_buffer_that_was_empty_is_empty_again():
+    net = Caching()
+    recompute_running_stats(net, [torch.ones(2, 3)])
+    assert net.cache is None and (net.norm.running_var == 0).all()
+
+
+def test_a_batch_that_cannot_be_moved_is_an_error_with_a_remedy():
+    batches = [{"image": torch.ones(2, 3)}]
+    with pytest.raises(TypeError, match=r"^recompute_.*got dict, .* to cpu: give a generator"):
+        recompute_running_stats(nn.Sequential(nn.BatchNorm1d(3)), batches, device="cpu")
+
+
 def test_a_loader_without_batches_is_an_error():
     net = model()
     before = running(net)
