@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from syncbn_cuda._exchange import gather_or_raise, is_distributed
 
 
-def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
+def sync_groups(size: int | str, *, ragged: bool = False, timeout: timedelta | None = None) -> Any:
     """Divides the world into groups to normalise over; returns the one that holds this rank.
 
     A collective: every rank calls it once, with the same arguments, after ``init_process_group``
@@ -23,6 +24,8 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
             to 7 the next. Or ``"node"``: a group for each machine, by its host name, wherever its
             ranks stand.
         ragged: whether the last group may be smaller where ``size`` does not divide the world.
+        timeout: how long a rank waits in a group for the others, as of ``init_process_group``; None
+            for torch's default, whatever the world was given.
 
     Returns:
         A ``torch.distributed`` process group, with the backends of the world.
@@ -72,7 +75,7 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
     else:
         parts = [list(range(first, min(first + size, world))) for first in range(0, world, size)]
     # Every rank takes part in the making of every group.
-    groups = [dist.new_group(ranks) for ranks in parts]
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in parts]
     own = dist.get_rank()
     return next(group for ranks, group in zip(parts, groups, strict=True) if own in ranks)
 

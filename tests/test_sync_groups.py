@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -64,6 +66,20 @@ def statistics_rank(rank, make):
 def test_layers_normalise_over_their_group(run, make):
     means = [0.5, 0.5, 2.5, 2.5]
     assert run(4, statistics_rank, make) == [([mean] * 3, True) for mean in means]
+
+
+def deserted_rank(rank):
+    group = sync_groups(2, timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            FastSyncBatchNorm(2, process_group=group)(torch.ones(3, 2))
+    return True
+
+
+def test_a_rank_waits_for_the_others_no_longer_than_the_timeout(run):
+    begin = time.monotonic()
+    assert run(2, deserted_rank) == [True] * 2
+    assert time.monotonic() - begin < 45  # the world's is a minute, and torch's half an hour
 
 
 def refused_rank(rank, sizes):
