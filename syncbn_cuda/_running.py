@@ -109,10 +109,9 @@ def unmarked(net: nn.Module) -> Iterator[None]:
     """Brings every module's flag and buffers back, the very tensors with their values."""
     modules = [(module, module.training) for module in net.modules()]
     buffers = [
-        (module, name, buffer, None if _overlaps(buffer) else buffer.clone())
+        (module, name, buffer, None if buffer is None or _overlaps(buffer) else buffer.clone())
         for module in net.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
     try:
         yield
@@ -121,7 +120,7 @@ def unmarked(net: nn.Module) -> Iterator[None]:
             module.training = training
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer
-            if value is not None:
+            if buffer is not None and value is not None:
                 buffer.copy_(value)
 
 
@@ -141,6 +140,8 @@ def record(layer: _BatchNorm, totals: dict[_BatchNorm, Tensor]) -> Callable[[], 
         if lacks_float64(input):
             input = input.cpu()
         message = kernels_for(input.device).batch_norm_stats(dense(input))
+        if getattr(layer, "skip_nonfinite_update", False):
+            message = torch.where(message.isfinite().all(), message, 0.0)
         totals[layer] = message if layer not in totals else totals[layer] + message
 
     return layer.register_forward_pre_hook(add, with_kwargs=True).remove
@@ -167,10 +168,19 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def _inputs(
-    loader: Iterable[Any], device: torch.device | str | int | None, num_batches: int | None
+    caller: str,
+    loader: Iterable[Any],
+    device: torch.device | str | int | None,
+    num_batches: int | None,
 ) -> Iterator[Any]:
     for batch in islice(loader, num_batches):
         input = batch[0] if isinstance(batch, list | tuple) else batch
+        if device is not None and not hasattr(input, "to"):
+            raise TypeError(
+                f"{caller}: expected a tensor from the loader, or a list or tuple with the input "
+                f"first, got {type(input).__name__}, which cannot be moved to {device}: give a "
+                "generator of the inputs, as (batch['image'] for batch in loader)"
+            )
         yield input if device is None else input.to(device)
 
 
@@ -189,7 +199,7 @@ def run(
         ValueError: a pool of ranks has not a single batch; or the model is sharded, and some ranks
             have run out of batches before others.
     """
-    inputs = _inputs(loader, device, num_batches)
+    inputs = _inputs(caller, loader, device, num_batches)
     sharded = any(_is_sharded(module) for module in net.modules())
     first, error = True, None
     while True:

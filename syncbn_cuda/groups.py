@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from syncbn_cuda._exchange import gather, is_distributed
+from syncbn_cuda._exchange import gather_or_raise, is_distributed
 
 
-def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
+def sync_groups(size: int | str, *, ragged: bool = False, timeout: timedelta | None = None) -> Any:
     """Divides the world into groups to normalise over; returns the one that holds this rank.
 
     A collective: every rank calls it once, with the same arguments, after ``init_process_group``
@@ -23,6 +24,8 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
             to 7 the next. Or ``"node"``: a group for each machine, by its host name, wherever its
             ranks stand.
         ragged: whether the last group may be smaller where ``size`` does not divide the world.
+        timeout: how long a rank waits in a group for the others, as of ``init_process_group``; None
+            for torch's default, whatever the world was given.
 
     Returns:
         A ``torch.distributed`` process group, with the backends of the world.
@@ -31,7 +34,7 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
         ValueError: ``size`` is neither ``"node"`` nor a number from 1 to the size of the world,
             does not divide the world, or the arguments differ between ranks (then on all of them).
         TypeError: ``size`` is of another type.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialised, or another rank raised one of these.
 
     Note:
         In a small group fewer ranks wait for each other, and fewer images make the statistics.
@@ -51,8 +54,12 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
             "part of its world: call torch.distributed.init_process_group first"
         )
     world = dist.get_world_size()
-    _check(size, ragged, world)
-    told = gather(((size, ragged), socket.gethostname()))
+
+    def declare() -> tuple[tuple[int | str, bool], str]:
+        _check(size, ragged, world)
+        return (size, ragged), socket.gethostname()
+
+    told = list(gather_or_raise("sync_groups", declare).values())
     arguments = [arguments for arguments, _ in told]
     if arguments.count(arguments[0]) < world:
         shown = ", ".join(
@@ -68,7 +75,7 @@ def sync_groups(size: int | str, *, ragged: bool = False) -> Any:
     else:
         parts = [list(range(first, min(first + size, world))) for first in range(0, world, size)]
     # Every rank takes part in the making of every group.
-    groups = [dist.new_group(ranks) for ranks in parts]
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in parts]
     own = dist.get_rank()
     return next(group for ranks, group in zip(parts, groups, strict=True) if own in ranks)
 

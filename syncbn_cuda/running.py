@@ -64,8 +64,8 @@ def reduce_running_stats(
         RuntimeError: another rank raised one of these.
 
     Note:
-        ``DistributedDataParallel`` begins each forward with the buffers of rank 0 on all ranks: give
-        it ``broadcast_buffers=False``, or there is one batch of each rank to average.
+        ``DistributedDataParallel`` begins each forward with the buffers of rank 0 on all ranks:
+        give it ``broadcast_buffers=False``, or there is one batch of each rank to average.
 
         The mean of the ranks' variances is not the variance of their data: it lacks what the ranks'
         means differ by, and running buffers forget. For the statistics of the data itself see
@@ -164,7 +164,8 @@ def recompute_running_stats(
         Sums are float64 and stay on the device; one ``all_reduce`` at the end, and a small exchange
         on the CPU before each batch. A variance loses ``2**-52 * mean**2``. Buffers are the same
         bits on every rank; all other buffers, ``num_batches_tracked`` and each module's
-        ``training`` come back as they were, and a layer that saw no value keeps its buffers. What
+        ``training`` come back as they were, and a layer that saw no value keeps its buffers. A
+        layer with ``skip_nonfinite_update`` does without a rank's batch that has NaN or Inf. What
         is compiled runs eagerly. The caller's ``autocast`` holds. A model without a layer to
         compute is not run.
 

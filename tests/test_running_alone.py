@@ -58,6 +58,19 @@ def test_a_layer_that_saw_no_value_keeps_its_buffers():
     check(running(converted), {"0": (np.zeros(3), np.ones(3))})
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_layers_that_skip_what_is_not_finite_do_without_such_a_batch(bad):
+    (batches,) = loaders((3,))
+    poisoned = batches[1].clone()
+    poisoned[0, 1] = bad
+    net = convert_sync_batchnorm(model(), skip_nonfinite_update=True)
+    recompute_running_stats(net, [batches[0], poisoned, *batches[1:]])
+    check(running(net), expected([batches], [[0]]))
+    convert_sync_batchnorm(net, skip_nonfinite_update=False)
+    recompute_running_stats(net, [*batches, poisoned])
+    assert not np.isfinite(running(net)["0"][0]).all()
+
+
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a part"])
 def test_compiled_models_run_eagerly_for_the_pass(how):
     net, (batches,) = model(), loaders((3,))
@@ -84,6 +97,31 @@ def test_drop_out_drops_as_in_training_and_autocast_holds():
         recompute_running_stats(net, [torch.ones(64, 4)], device="cpu")
     assert types == [torch.bfloat16] and (net[2].running_var > 0).all()
     assert not any(module.training for module in net.modules())
+
+
+class Caching(nn.Module):
+    """Fills a buffer that was empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("cache", None)
+
+    def forward(self, x):
+        self.cache = x
+        return self.norm(x)
+
+
+def test_a_buffer_that_was_empty_is_empty_again():
+    net = Caching()
+    recompute_running_stats(net, [torch.ones(2, 3)])
+    assert net.cache is None and (net.norm.running_var == 0).all()
+
+
+def test_a_batch_that_cannot_be_moved_is_an_error_with_a_remedy():
+    batches = [{"image": torch.ones(2, 3)}]
+    with pytest.raises(TypeError, match=r"^recompute_.*got dict, .* to cpu: give a generator"):
+        recompute_running_stats(nn.Sequential(nn.BatchNorm1d(3)), batches, device="cpu")
 
 
 def test_a_loader_without_batches_is_an_error():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import time
+from datetime import timedelta
 
-import distributed
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,26 @@ def test_layers_normalise_over_their_group(run, make):
     assert run(4, statistics_rank, make) == [([mean] * 3, True) for mean in means]
 
 
+def deserted_rank(rank):
+    group = sync_groups(2, timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            FastSyncBatchNorm(2, process_group=group)(torch.ones(3, 2))
+    return True
+
+
+def test_a_rank_waits_for_the_others_no_longer_than_the_timeout(run):
+    begin = time.monotonic()
+    assert run(2, deserted_rank) == [True] * 2
+    assert time.monotonic() - begin < 45  # the world's is a minute, and torch's half an hour
+
+
+def refused_rank(rank, sizes):
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        sync_groups(sizes[rank])
+    return caught.type, str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("size", "error", "match"),
     [
@@ -77,9 +99,11 @@ def test_layers_normalise_over_their_group(run, make):
         (True, TypeError, r"sync_groups\(True\): .* got bool"),
     ],
 )
-def test_what_is_no_division_is_refused_before_any_message(size, error, match):
-    with distributed.fake_world(4), pytest.raises(error, match=match):
-        sync_groups(size)
+def test_what_is_no_division_is_refused_on_all_ranks_though_one_asked(run, size, error, match):
+    told = run(4, refused_rank, [2, 2, size, 2])
+    assert told[2][0] is error and re.match(match, told[2][1])
+    told[2] = RuntimeError, f"sync_groups: rank 2 raised {error.__name__}: {told[2][1]}"
+    assert told == [told[2]] * 4
 
 
 def test_without_a_world_there_is_no_part_of_it():
@@ -87,15 +111,9 @@ def test_without_a_world_there_is_no_part_of_it():
         sync_groups(2)
 
 
-def different_rank(rank):
-    with pytest.raises(ValueError) as caught:
-        sync_groups(1 + rank)
-    return str(caught.value)
-
-
 def test_ranks_that_ask_for_different_groups_all_hear_of_it(run):
     expected = (
         "sync_groups: expected the same arguments on every rank, got "
         "(1, ragged=False) on rank 0, (2, ragged=False) on rank 1"
     )
-    assert run(2, different_rank) == [expected] * 2
+    assert run(2, refused_rank, [1, 2]) == [(ValueError, expected)] * 2

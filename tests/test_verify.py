@@ -259,3 +259,22 @@ def test_foreign_layers_are_in_the_table_and_not_in_the_trial():
     report = verify(nn.Sequential(apexs(4)).to("meta"))
     assert report.layers[0].over == "a world of one"
     assert report.findings == [] and "none, as no layer of this package" in report.notes[-1]
+
+
+class Counting(nn.Sequential):
+    """Counts how often someone begins to go through all of its parameters."""
+
+    asked = 0
+
+    def parameters(self, recurse=True):
+        self.asked += 1
+        yield from super().parameters(recurse)
+
+
+def test_layers_do_not_each_go_through_all_parameters():
+    asked = []
+    for size in (1, 20):
+        model = converted(Counting(*(nn.BatchNorm1d(2) for _ in range(size))))
+        assert verify(model).findings == []
+        asked.append(model.asked)
+    assert asked[0] == asked[1]

@@ -110,6 +110,12 @@ def sum_that_raises(rank, patch):
     return converted(net())
 
 
+def frozen_ones_converted(rank, patch):
+    model = net()
+    converted(model.last).eval()
+    return model
+
+
 def one_layer_in_evaluation(model):
     model.last.eval()
 
@@ -130,6 +136,9 @@ SAME_MODEL = "the same model on every rank"
 MISTAKES = {
     "not converted": Mistake(
         lambda rank, patch: net(), "nothing is synchronised", "convert_sync", ALL, BOTH
+    ),
+    "only frozen ones converted": Mistake(
+        frozen_ones_converted, "nothing is synchronised: no trained", "convert_sync", ranks=BOTH
     ),
     "groups of one rank": Mistake(
         lambda rank, patch: converted(net(), sync_groups(1)),

@@ -10,13 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_verify_layers import converted, net
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -24,12 +20,13 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
 )
 
-from syncbn_cuda import sync_groups, verify
+from syncbn_cuda import verify
 
 SIZE = 20
 
@@ -60,6 +57,22 @@ class Own(Sampler):
 
     def __len__(self):
         return SIZE // dist.get_world_size()
+
+
+class Bare:
+    """An order of a rank's part that is no torch ``Sampler``."""
+
+    __len__, __iter__ = Own.__len__, Own.__iter__
+
+
+class Transformed(torch.utils.data.Dataset):
+    """A dataset over another one, which keeps itself as well."""
+
+    def __init__(self, data):
+        self.data, self.original, self.names = data, self, ["a", "b"]
+
+    def __len__(self):
+        return len(self.data)
 
 
 class NotDivided(Own):
@@ -101,13 +114,17 @@ def distributed(**by_name):
     return plant
 
 
-def another_split(rank):
+def another_split(rank, wrap=lambda part: part):
     part, _ = random_split(Squares(), [10, 10], torch.Generator().manual_seed(rank))
-    return loader(DistributedSampler(part), part)
+    return loader(DistributedSampler(part), wrap(part))
+
+
+def by_rank(rank):
+    return range(rank, SIZE, 2)
 
 
 def divided_twice(rank):
-    part = Subset(Squares(), range(rank, SIZE, 2))
+    part = Subset(Squares(), by_rank(rank))
     return loader(DistributedSampler(part), part)
 
 
@@ -141,6 +158,12 @@ MISTAKES = {
     "shuffle": Mistake(distributed(shuffle=(False, True)), "differ in shuffle", "same shuffle"),
     "size": Mistake(distributed(size=(SIZE, 18)), "divide different datasets", "same dataset"),
     "split": Mistake(another_split, "divide different datasets", "random_split with generator"),
+    "split, transformed": Mistake(
+        lambda rank: another_split(rank, Transformed), "divide different datasets", "same dataset"
+    ),
+    "one choice for all": Mistake(
+        lambda rank: loader(SubsetRandomSampler(range(10))), NONE, "sampler=Distr", BOTH
+    ),
     "divided twice": Mistake(divided_twice, "divide different datasets", "same dataset"),
     "shuffled twice": Mistake(
         lambda rank: loader(OverSampler(RandomSampler(Squares()))), TWICE, "leave the order", BOTH
@@ -172,11 +195,20 @@ CORRECT = {
     "an iterable dataset": lambda rank: loader(dataset=Stream()),
     "a sampler of its own": lambda rank: loader(Own()),
     "a sampler that means other things": lambda rank: loader(NotDivided()),
+    "a list as a sampler": lambda rank: loader(list(by_rank(rank))),
+    "no sampler of torch's": lambda rank: loader(Bare()),
+    "a choice by rank": lambda rank: loader(SubsetRandomSampler(by_rank(rank))),
     "a batch sampler of its own": lambda rank: DataLoader(
         Squares(), batch_sampler=[[rank, 2 + rank], [4 + rank]]
     ),
     "drawn with replacement": lambda rank: loader(WeightedRandomSampler([1.0] * SIZE, SIZE)),
-    "parts by rank": lambda rank: loader(dataset=Subset(Squares(), range(rank, SIZE, 2))),
+    "parts by rank": lambda rank: loader(dataset=Subset(Squares(), by_rank(rank))),
+    "several parts by rank": lambda rank: loader(
+        dataset=ConcatDataset([Squares(), Subset(Squares(), by_rank(rank))])
+    ),
+    "names of samples": lambda rank: loader(
+        DistributedSampler(range(2)), Subset({"a": 1, "b": 2}, ["a", "b"])
+    ),
     "tensors by rank": lambda rank: loader(
         dataset=TensorDataset(torch.full((SIZE, 3), float(rank))), shuffle=True
     ),
@@ -222,54 +254,14 @@ def test_what_cannot_be_judged_is_said(reports):
         ("an iterable dataset", "its dataset is iterable"),
         ("a sampler of its own", "its sampler is of class Own"),
         ("a batch sampler of its own", "its sampler is of class list"),
+        ("a list as a sampler", "its sampler is of class list"),
+        ("no sampler of torch's", "its sampler is of class Bare"),
         ("drawn with replacement", "its sampler draws with replacement"),
         ("no loader of torch's", "it is of class list"),
     ):
         assert f"cannot be judged: {why}" in reports[0][name][1]
 
 
-def shared_rank(rank):
-    """Two ranks hold one copy of the model; DDP's group says so, and those two share the data."""
-    group = sync_groups(2)
-    model = DistributedDataParallel(converted(net(), group), process_group=group)
-    right = DistributedSampler(Squares(), 2, rank % 2)
-    wrong = DistributedSampler(Squares(), 4, rank)
-    return [verify(model, loader(sampler)).findings for sampler in (right, wrong)]
-
-
-def test_the_ranks_of_ddp_share_the_data(run):
-    first, *others = run(4, shared_rank)
-    assert others == [first] * 3
-    silent, ((problem, _, ranks, _),) = first
-    assert silent == [] and "num_replicas=4, where 2 share" in problem and ranks == (0, 1, 2, 3)
-
-
 @pytest.mark.parametrize("make", [SequentialSampler, RandomSampler])
 def test_a_process_alone_needs_no_division(make):
     assert verify(converted(net()), loader(make(Squares()))).findings == []
-
-
-def sharded_rank(rank):
-    """Sharded over the world each rank has data of its own; otherwise it cannot be told."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    loaders = [loader(DistributedSampler(Squares(), 4, rank)), loader()]
-    models = {
-        "over the world": fully_shard(converted(net())),
-        "over a part": fully_shard(converted(net(), mesh["data"]), mesh=mesh["data"]),
-        "twice": fully_shard(converted(net()), mesh=mesh),
-        "by tensors": parallelize_module(
-            nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (4,)), {"0": ColwiseParallel()}
-        ),
-    }
-    return {
-        name: [[finding.problem for finding in verify(model, each).findings] for each in loaders]
-        for name, model in models.items()
-    }
-
-
-def test_who_shares_the_data_of_sharded_models(run):
-    first, *others = run(4, sharded_rank)
-    assert others == [first] * 3
-    silent, (problem,) = first.pop("over the world")
-    assert silent == [] and NONE in problem
-    assert set(map(str, first.values())) == {"[[], []]"}

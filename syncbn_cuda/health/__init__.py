@@ -53,8 +53,8 @@ def verify(
         torch's and apex's SyncBatchNorm, groups and settings are compared, and no trial is made.
 
         A loader is not judged where its sampler, or its iterable dataset, is the user's own. A
-        dataset of another kind that divides itself by rank is only known from its length, and a
-        ``Subset`` from its indices.
+        dataset of another kind that divides itself by rank is only known from its length and from
+        the torch datasets that it holds, a ``Subset`` from its indices.
 
     Example::
 

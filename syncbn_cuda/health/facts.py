@@ -147,8 +147,8 @@ def _tensors(layer: nn.Module) -> list[torch.Tensor]:
 
 def device_of(layer: nn.Module, model: nn.Module) -> torch.device:
     """Returns where a layer is; one without tensors is where its model begins."""
-    placed = [*_tensors(layer), *model.parameters()]
-    return placed[0].device if placed else torch.device("cpu")
+    first = next(chain(_tensors(layer), model.parameters()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:

@@ -56,9 +56,9 @@ def unsynchronised(ranks: Sequence[RankFacts]) -> list[Finding]:
     trained = {name: layer for name, layer in held.items() if any(map(_trains, layer.values()))}
     if len(ranks) < 2:
         return []
-    if trained and not any(map(_reaches_others, held.values())):
+    if trained and not any(map(_reaches_others, trained.values())):
         grouped = any(facts.group for layer in trained.values() for facts in layer.values())
-        reason = "each layer's group holds one rank" if grouped else "no layer was converted"
+        reason = "each layer's group holds one rank" if grouped else "no trained layer is converted"
         remedy = _LARGER if grouped else _CONVERT
         return [Finding(f"nothing is synchronised: {reason}", tuple(trained), everyone, remedy)]
     found = []

@@ -6,13 +6,13 @@ Nothing is loaded and no sampler is asked for an index: both may have effects.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -76,10 +76,14 @@ def loader_facts(loader: Any) -> LoaderFacts:
     ]
     opaque = "" if dividing else next(filter(None, map(_why_opaque, samplers)), "")
     drawing = [s for s in samplers if isinstance(s, RandomSampler | SubsetRandomSampler)]
+    data = loader.dataset
+    for sampler in drawing:
+        if isinstance(sampler, SubsetRandomSampler):
+            data = Subset(data, sampler.indices)
     facts = LoaderFacts(
         _sampler_facts(dividing[0]) if dividing else None,
         type(drawing[0]).__name__ if drawing else "",
-        _identity(loader.dataset),
+        _identity(data),
         _length(loader),
         opaque,
     )
@@ -103,7 +107,8 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 def _held(sampler: Any) -> Iterator[Any]:
     for name, value in getattr(sampler, "__dict__", {}).items():
-        if isinstance(value, Sampler):
+        # What a batch sampler goes through, be it a list of indices.
+        if isinstance(value, Sampler) or (name == "sampler" and type(sampler) is BatchSampler):
             yield value
         elif name in ("dataset", "data_source"):  # it may be a sampler in the dress of a dataset
             inner = getattr(value, "__dict__", {}).values()
@@ -144,20 +149,30 @@ def _length(sized: Any) -> int | None:
         return None
 
 
-def _identity(dataset: Any) -> str:
-    """Returns a text that differs where datasets are seen to differ."""
+def _identity(dataset: Any, holders: tuple[Any, ...] = ()) -> str:
+    """Returns a text that differs where datasets are seen to differ, or those that they hold."""
     text = f"{type(dataset).__name__} of {_length(dataset)} samples"
-    digest = hashlib.sha1()
+    told = [_identity(held, (*holders, dataset)) for held in _held_datasets(dataset, holders)]
     if isinstance(dataset, Subset):
-        digest.update(array("q", [int(index) for index in dataset.indices]).tobytes())
-        digest.update(_identity(dataset.dataset).encode())
+        told += map(str, dataset.indices)
     elif isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
             ends = [end.flatten()[:_COMPARED].tolist() for end in (tensor[:1], tensor[-1:])]
-            digest.update(repr((tensor.shape, ends)).encode())
-    else:
-        return text
-    return f"{text} ({digest.hexdigest()[:8]})"
+            told.append(repr((tensor.shape, ends)))
+    return f"{text} ({hashlib.sha1(' '.join(told).encode()).hexdigest()[:8]})" if told else text
+
+
+def _held_datasets(dataset: Any, holders: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the datasets in attributes, or in lists there, as ConcatDataset and wrappers do."""
+    if isinstance(dataset, Subset):
+        yield dataset.dataset  # of any class
+        return
+    for value in getattr(dataset, "__dict__", {}).values():
+        for held in value if isinstance(value, list | tuple) else (value,):
+            if not isinstance(held, Dataset):
+                break  # nor will others be, of a list of samples
+            if not any(held is holder for holder in (*holders, dataset)):
+                yield held
 
 
 def loader_findings(ranks: Sequence[RankFacts]) -> list[Finding]:
