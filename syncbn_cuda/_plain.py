@@ -39,8 +39,10 @@ def train_alone(
     output = F.batch_norm(
         input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps
     )
-    if before:
-        finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
+    if before and running_var is not None:
+        batch = input.to(running_var.dtype)
+        statistics = torch.var_mean(batch, [0, *range(2, batch.dim())], correction=0)
+        finite = torch.stack(statistics).isfinite().all()
         for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(torch.where(finite, buffer, old))
     return output

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from mistakes import Mistake, assert_is_the_one_finding
 from test_convert_report import ByItself, Unknown, own_forward
 from torch import nn
 
@@ -118,17 +116,6 @@ def frozen_ones_converted(rank, patch):
 
 def one_layer_in_evaluation(model):
     model.last.eval()
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """How a rank builds its model wrong, and what is found: parts of the texts."""
-
-    plant: Callable
-    problem: str
-    remedy: str
-    layers: tuple[str, ...] = ("bn",)
-    ranks: tuple[int, ...] = (1,)
 
 
 BOTH, ALL, LAST = (0, 1), ("bn", "last"), ("last",)
@@ -246,13 +233,7 @@ def reports(run):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_is_the_one_finding_on_every_rank(reports, name):
-    mistake = MISTAKES[name]
-    assert reports[0][name] == reports[1][name]
-    (finding,), text = reports[0][name]
-    assert re.search(mistake.problem, finding.problem), finding
-    assert re.search(mistake.remedy, finding.remedy), finding
-    assert (finding.layers, finding.ranks) == (mistake.layers, mistake.ranks)
-    assert text.endswith(f"1 found:\n1. {finding}")
+    assert_is_the_one_finding(MISTAKES[name], *(report[name] for report in reports))
 
 
 def halves_rank(rank):

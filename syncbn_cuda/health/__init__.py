@@ -45,7 +45,8 @@ def verify(
     Warns:
         UserWarning: later, from rank 0: a second epoch has begun and the loader's shuffling
             ``DistributedSampler`` was never given its epoch. Until ``set_epoch`` is called, its
-            ``epoch`` is a number that counts; a later ``verify`` makes a finding of it.
+            ``epoch`` is a number that counts; a later ``verify`` makes a finding of it. (Of a
+            sampler that is made anew for each epoch nothing is seen.)
 
     Note:
         A plain batch norm beside synchronised ones is no finding, as conversion can select, nor one
@@ -53,8 +54,8 @@ def verify(
         torch's and apex's SyncBatchNorm, groups and settings are compared, and no trial is made.
 
         A loader is not judged where its sampler, or its iterable dataset, is the user's own. A
-        dataset of another kind that divides itself by rank is only known from its length and from
-        the torch datasets that it holds, a ``Subset`` from its indices.
+        dataset of the user's own that divides itself by rank is known from its length, and from
+        what it holds: torch's datasets, and lists of an entry a sample, such as names of files.
 
     Example::
 

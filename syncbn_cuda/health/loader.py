@@ -5,14 +5,12 @@ Nothing is loaded and no sampler is asked for an index: both may have effects.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -20,10 +18,10 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
 )
 
 from syncbn_cuda.health import epochs
+from syncbn_cuda.health.data import identity, length
 from syncbn_cuda.health.report import Finding, differing, over_ranks
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ _DIVIDE = (
     "give the loader sampler=DistributedSampler(dataset), made after init_process_group, which "
     "tells it rank and world"
 )
-#: How many values of the first and the last sample tell one tensor from another.
-_COMPARED = 1000
 #: What has to be the same in the samplers of all ranks.
 _SHARED = ("shuffle", "seed", "epoch", "drop_last")
 
@@ -83,8 +79,8 @@ def loader_facts(loader: Any) -> LoaderFacts:
     facts = LoaderFacts(
         _sampler_facts(dividing[0]) if dividing else None,
         type(drawing[0]).__name__ if drawing else "",
-        _identity(data),
-        _length(loader),
+        identity(data),
+        length(loader),
         opaque,
     )
     for sampler in dividing:
@@ -140,39 +136,6 @@ def _number(sampler: Any, name: str) -> int | None:
     """Returns a number that a sampler has; None where it is another's word for something else."""
     value = getattr(sampler, name, None)
     return int(value) if isinstance(value, int) else None
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _identity(dataset: Any, holders: tuple[Any, ...] = ()) -> str:
-    """Returns a text that differs where datasets are seen to differ, or those that they hold."""
-    text = f"{type(dataset).__name__} of {_length(dataset)} samples"
-    told = [_identity(held, (*holders, dataset)) for held in _held_datasets(dataset, holders)]
-    if isinstance(dataset, Subset):
-        told += map(str, dataset.indices)
-    elif isinstance(dataset, TensorDataset):
-        for tensor in dataset.tensors:
-            ends = [end.flatten()[:_COMPARED].tolist() for end in (tensor[:1], tensor[-1:])]
-            told.append(repr((tensor.shape, ends)))
-    return f"{text} ({hashlib.sha1(' '.join(told).encode()).hexdigest()[:8]})" if told else text
-
-
-def _held_datasets(dataset: Any, holders: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields the datasets in attributes, or in lists there, as ConcatDataset and wrappers do."""
-    if isinstance(dataset, Subset):
-        yield dataset.dataset  # of any class
-        return
-    for value in getattr(dataset, "__dict__", {}).values():
-        for held in value if isinstance(value, list | tuple) else (value,):
-            if not isinstance(held, Dataset):
-                break  # nor will others be, of a list of samples
-            if not any(held is holder for holder in (*holders, dataset)):
-                yield held
 
 
 def loader_findings(ranks: Sequence[RankFacts]) -> list[Finding]:
