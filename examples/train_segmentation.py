@@ -165,7 +165,7 @@ class Recipe:
         batches = self.clock.waiting_for(self.loader.epoch(epoch))
         with self.log.bar(f"epoch {epoch + 1}/{args.epochs}", self.steps) as bar:
             for step, group in enumerate(in_groups(batches, args.accumulate), start=1):
-                rate = training.scheduler.get_last_lr()[0]
+                rate = training.optimizer.param_groups[0]["lr"]
                 pixels = count_pixels(group, device)
                 loss += backward(
                     self.model, group, pixels, self.world.size, scaler=training.scaler, **self.how

@@ -121,14 +121,16 @@ def one_rank():
         yield launch.World(0, 1, torch.device("cpu"), torch.distributed.HashStore())
 
 
-def training(**settings: int):
-    """A training that nothing has happened in yet."""
+def training(rate: float = 0.1, steps: int = 1, epochs: int = 1, **settings: int):
+    """A training that nothing has happened in yet, whose rate falls from step to step."""
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / (epochs * steps)
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return example("segmentation.checkpoint").Training(
-        net, optimizer, scheduler, scaler, steps=1, settings=settings
+        net, optimizer, scheduler, scaler, steps=steps, settings=settings
     )
 
 
@@ -180,3 +182,26 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     change(path)
     with pytest.raises(launch.Refusal, match=message):
         checkpoint.resume(path, training(**settings), one_rank, seed=0)
+
+
+@pytest.mark.parametrize("arguments", ({"rate": 0.5}, {"steps": 5}, {"epochs": 4}))
+def test_the_rate_of_a_resumed_run_is_that_of_its_own_arguments(
+    arguments, tmp_path, one_rank
+) -> None:
+    """As with another --lr, --batch or --epochs."""
+    checkpoint = example("segmentation.checkpoint")
+    done = training(steps=3, epochs=2)
+    for _ in range(3):
+        done.optimizer.step()
+        done.scheduler.step()
+    done.epoch = 1
+    checkpoint.save(tmp_path / "checkpoint.pt", done, one_rank)
+
+    now = {"rate": 0.1, "steps": 3, "epochs": 2} | arguments
+    resumed = training(**now)
+    checkpoint.resume(tmp_path / "checkpoint.pt", resumed, one_rank, seed=0)
+    for step in range(now["steps"]):
+        left = 1 - (now["steps"] + step) / (now["steps"] * now["epochs"])
+        assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(now["rate"] * left)
+        resumed.optimizer.step()
+        resumed.scheduler.step()
