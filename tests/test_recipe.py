@@ -102,6 +102,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(undisturbed, tmp_path) -> No
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["epoch"] == 3
     assert len(state["random"]) == 1
+    # The best net of this folder, as that of the other run is not in it.
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["mean_iou"] == state["best"]
     # 92 images make 23 batches, and these 12 steps an epoch.
     assert state["scheduler"]["last_epoch"] == 3 * 12
     # The rate falls to nothing by the last step, from that of 8 images a step.

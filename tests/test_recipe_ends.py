@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -158,6 +159,23 @@ def test_a_checkpoint_that_fails_to_be_written_leaves_the_one_before(
         checkpoint.write(path, {"random": [2]})
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_run_that_ends_while_it_saves_has_the_best_net_already(
+    tmp_path, monkeypatch, one_rank
+) -> None:
+    """Else it would never be written: the resumed run finds nothing better than the checkpoint."""
+    checkpoint, recipe = example("segmentation.checkpoint"), example("train_segmentation")
+
+    def end(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", end)
+    state = training(classes=3)
+    parts = {"training": state, "net": state.net, "world": one_rank}
+    with pytest.raises(KeyboardInterrupt):
+        recipe.Recipe.save(SimpleNamespace(args=SimpleNamespace(out=tmp_path), **parts), 0.5)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["mean_iou"] == 0.5
 
 
 def half(path: Path) -> None:
