@@ -136,7 +136,6 @@ class Recipe:
             self.log.say(checkpoint.resume(self.resume_from, training, world, args.seed))
             if self.resume_from.resolve() != (args.out / "checkpoint.pt").resolve():
                 training.best = -1.0  # the net that had it is in another folder
-        world.advice = "No epoch was completed."
         while training.epoch < args.epochs:
             self.train_epoch(training.epoch)
             score = self.evaluate()

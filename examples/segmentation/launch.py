@@ -43,7 +43,8 @@ class World:
     size: int
     device: torch.device
     store: dist.Store
-    advice: str = ""  # what to say on Ctrl-C
+    #: What to say on Ctrl-C.
+    advice: str = "No epoch was completed; the same arguments start where this run did."
     _turns: int = field(default=0, repr=False)
 
     @property
