@@ -89,7 +89,8 @@ def find(out: Path, resume: str | None, world: World) -> Path | None:
     def look() -> str | None:
         out.mkdir(parents=True, exist_ok=True)
         last = out / "checkpoint.pt"
-        if resume is None and last.exists():
+        goes_on = resume == "auto" or (resume and Path(resume).resolve() == last.resolve())
+        if not goes_on and last.exists():
             raise Refusal(
                 f"--out {out}: there is a run already. Give --resume auto to go on with it, or "
                 "another folder"
