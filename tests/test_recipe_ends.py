@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import socket
@@ -101,6 +103,30 @@ def test_ctrl_c_ends_a_rank_that_waits_for_another_one(tmp_path) -> None:
     assert first.returncode == 130
     assert told.count("Interrupted. No epoch was completed; the same arguments start") == 1
     assert "Traceback" not in told
+
+
+def interrupt_itself() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_of_a_process_that_prepares_batches_is_not_that_of_its_rank() -> None:
+    reading, writing = os.pipe()
+    for end in (reading, writing):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writing)
+    try:
+        worker = multiprocessing.get_context("fork").Process(target=interrupt_itself)
+        with example("segmentation.launch").uninterrupted():
+            worker.start()
+        worker.join()
+        assert worker.exitcode == 0  # deaf to it
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+        assert signal.set_wakeup_fd(before) == writing  # where the rank's own go again
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("rank", (0, 1))

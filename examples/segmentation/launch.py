@@ -101,9 +101,11 @@ def uninterrupted() -> Iterator[None]:
     """
     held: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    told = signal.set_wakeup_fd(-1)  # which they would write to on behalf of this process
     try:
         yield
     finally:
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, before)
     if held:
         raise KeyboardInterrupt
