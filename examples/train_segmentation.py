@@ -134,7 +134,8 @@ class Recipe:
         warm_up(self.model, shape, **self.how)
         if self.resume_from:
             self.log.say(checkpoint.resume(self.resume_from, training, world, args.seed))
-        world.advice = "No epoch was completed."
+            if self.resume_from.resolve() != (args.out / "checkpoint.pt").resolve():
+                training.best = -1.0  # the net that had it is in another folder
         while training.epoch < args.epochs:
             self.train_epoch(training.epoch)
             score = self.evaluate()
@@ -165,7 +166,7 @@ class Recipe:
         batches = self.clock.waiting_for(self.loader.epoch(epoch))
         with self.log.bar(f"epoch {epoch + 1}/{args.epochs}", self.steps) as bar:
             for step, group in enumerate(in_groups(batches, args.accumulate), start=1):
-                rate = training.scheduler.get_last_lr()[0]
+                rate = training.optimizer.param_groups[0]["lr"]
                 pixels = count_pixels(group, device)
                 loss += backward(
                     self.model, group, pixels, self.world.size, scaler=training.scaler, **self.how
@@ -229,13 +230,12 @@ class Recipe:
     def save(self, score: float) -> None:
         """Writes the checkpoint of an epoch, and the net if it is the best so far."""
         training, world, out = self.training, self.world, self.args.out
-        better = score > training.best
-        training.best = max(score, training.best)
-        path = out / "checkpoint.pt"
-        checkpoint.save(path, training, world)
-        if better and world.leads:
-            best = {"model": self.net.state_dict(), "mean_iou": score, **training.settings}
-            checkpoint.write(out / "best.pt", best)
+        if score > training.best:
+            training.best = score
+            if world.leads:  # before the checkpoint that says so: a run may end between the two
+                best = {"model": self.net.state_dict(), "mean_iou": score, **training.settings}
+                checkpoint.write(out / "best.pt", best)
+        checkpoint.save(out / "checkpoint.pt", training, world)
         world.advice = (
             f"The checkpoint of epoch {training.epoch} is whole; to go on from it, give the same "
             "arguments and --resume auto"

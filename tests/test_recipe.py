@@ -102,6 +102,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(undisturbed, tmp_path) -> No
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["epoch"] == 3
     assert len(state["random"]) == 1
+    # The best net of this folder, as that of the other run is not in it.
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["mean_iou"] == state["best"]
     # 92 images make 23 batches, and these 12 steps an epoch.
     assert state["scheduler"]["last_epoch"] == 3 * 12
     # The rate falls to nothing by the last step, from that of 8 images a step.
@@ -109,9 +111,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(undisturbed, tmp_path) -> No
     assert state["optimizer"]["param_groups"][0]["lr"] == 0
 
 
-def test_a_run_is_not_overwritten_by_the_next(undisturbed) -> None:
+@pytest.mark.parametrize("more", ((), ("--resume", "other.pt")), ids=("new", "resumed elsewhere"))
+def test_a_run_is_not_overwritten_by_the_next(more, undisturbed) -> None:
     before = (undisturbed(2) / "checkpoint.pt").read_bytes()
-    done = run(RECIPE, *SMALL, "--out", undisturbed(2), succeeds=False)
+    done = run(RECIPE, *SMALL, "--out", undisturbed(2), *more, succeeds=False)
     assert "there is a run already. Give --resume auto to go on with it" in done.stderr
     assert "Traceback" not in done.stderr
     assert (undisturbed(2) / "checkpoint.pt").read_bytes() == before

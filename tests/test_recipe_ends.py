@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import socket
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -98,8 +101,32 @@ def test_ctrl_c_ends_a_rank_that_waits_for_another_one(tmp_path) -> None:
         first.kill()
         second.kill()
     assert first.returncode == 130
-    assert told.count("Interrupted. No epoch was completed.") == 1
+    assert told.count("Interrupted. No epoch was completed; the same arguments start") == 1
     assert "Traceback" not in told
+
+
+def interrupt_itself() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_of_a_process_that_prepares_batches_is_not_that_of_its_rank() -> None:
+    reading, writing = os.pipe()
+    for end in (reading, writing):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writing)
+    try:
+        worker = multiprocessing.get_context("fork").Process(target=interrupt_itself)
+        with example("segmentation.launch").uninterrupted():
+            worker.start()
+        worker.join()
+        assert worker.exitcode == 0  # deaf to it
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+        assert signal.set_wakeup_fd(before) == writing  # where the rank's own go again
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("rank", (0, 1))
@@ -121,14 +148,16 @@ def one_rank():
         yield launch.World(0, 1, torch.device("cpu"), torch.distributed.HashStore())
 
 
-def training(**settings: int):
-    """A training that nothing has happened in yet."""
+def training(rate: float = 0.1, steps: int = 1, epochs: int = 1, **settings: int):
+    """A training that nothing has happened in yet, whose rate falls from step to step."""
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / (epochs * steps)
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return example("segmentation.checkpoint").Training(
-        net, optimizer, scheduler, scaler, steps=1, settings=settings
+        net, optimizer, scheduler, scaler, steps=steps, settings=settings
     )
 
 
@@ -158,6 +187,23 @@ def test_a_checkpoint_that_fails_to_be_written_leaves_the_one_before(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_run_that_ends_while_it_saves_has_the_best_net_already(
+    tmp_path, monkeypatch, one_rank
+) -> None:
+    """Else it would never be written: the resumed run finds nothing better than the checkpoint."""
+    checkpoint, recipe = example("segmentation.checkpoint"), example("train_segmentation")
+
+    def end(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", end)
+    state = training(classes=3)
+    parts = {"training": state, "net": state.net, "world": one_rank}
+    with pytest.raises(KeyboardInterrupt):
+        recipe.Recipe.save(SimpleNamespace(args=SimpleNamespace(out=tmp_path), **parts), 0.5)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["mean_iou"] == 0.5
+
+
 def half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -180,3 +226,26 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     change(path)
     with pytest.raises(launch.Refusal, match=message):
         checkpoint.resume(path, training(**settings), one_rank, seed=0)
+
+
+@pytest.mark.parametrize("arguments", ({"rate": 0.5}, {"steps": 5}, {"epochs": 4}))
+def test_the_rate_of_a_resumed_run_is_that_of_its_own_arguments(
+    arguments, tmp_path, one_rank
+) -> None:
+    """As with another --lr, --batch or --epochs."""
+    checkpoint = example("segmentation.checkpoint")
+    done = training(steps=3, epochs=2)
+    for _ in range(3):
+        done.optimizer.step()
+        done.scheduler.step()
+    done.epoch = 1
+    checkpoint.save(tmp_path / "checkpoint.pt", done, one_rank)
+
+    now = {"rate": 0.1, "steps": 3, "epochs": 2} | arguments
+    resumed = training(**now)
+    checkpoint.resume(tmp_path / "checkpoint.pt", resumed, one_rank, seed=0)
+    for step in range(now["steps"]):
+        left = 1 - (now["steps"] + step) / (now["steps"] * now["epochs"])
+        assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(now["rate"] * left)
+        resumed.optimizer.step()
+        resumed.scheduler.step()

@@ -72,6 +72,12 @@ def test_mean_iou_leaves_out_classes_that_do_not_occur() -> None:
     assert example("segmentation.evaluation").mean_iou(confusion) == (3 / 4 + 4 / 5) / 2
 
 
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    evaluation, launch = example("segmentation.evaluation"), example("segmentation.launch")
+    with pytest.raises(launch.Refusal, match="no pixel of the images to evaluate on has a class"):
+        evaluation.mean_iou(torch.zeros(3, 3, dtype=torch.int64))
+
+
 # Gradients
 
 

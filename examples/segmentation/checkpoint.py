@@ -22,7 +22,7 @@ class Training:
 
     net: nn.Module  # without DistributedDataParallel, hence without "module." in its names
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     steps: int  # an epoch
     settings: dict[str, Any]  # what a checkpoint has to agree with
@@ -40,17 +40,18 @@ class Training:
             "best": self.best,
         }
 
-    def load(self, state: dict[str, Any], same_ranks: bool) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         rates = self.scheduler.base_lrs
         self.net.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if same_ranks:
-            self.scheduler.load_state_dict(state["scheduler"])
-        else:  # an epoch has another number of steps, and a step another batch
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["initial_lr"] = rate
-            self.scheduler.last_epoch = state["epoch"] * self.steps - 1
-            self.scheduler.step()
+        self.scheduler.load_state_dict(state["scheduler"])
+        # The schedule goes on as of now: with other ranks, batches or epochs than then, an epoch
+        # may have another number of steps, and a step another rate.
+        self.scheduler.base_lrs = rates
+        self.scheduler.last_epoch = now = state["epoch"] * self.steps
+        factors = [factor(now) for factor in self.scheduler.lr_lambdas]
+        for group, rate, factor in zip(self.optimizer.param_groups, rates, factors, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * factor
         if state["scaler"]:  # empty where it was made without fp16
             self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.best = state["epoch"], state["best"]
@@ -88,7 +89,8 @@ def find(out: Path, resume: str | None, world: World) -> Path | None:
     def look() -> str | None:
         out.mkdir(parents=True, exist_ok=True)
         last = out / "checkpoint.pt"
-        if resume is None and last.exists():
+        goes_on = resume == "auto" or (resume and Path(resume).resolve() == last.resolve())
+        if not goes_on and last.exists():
             raise Refusal(
                 f"--out {out}: there is a run already. Give --resume auto to go on with it, or "
                 "another folder"
@@ -111,7 +113,7 @@ def resume(path: Path, training: Training, world: World, seed: int) -> str:
     state = _parse(box[0])
     ranks = len(state["random"])
     try:
-        training.load(state, same_ranks=ranks == world.size)
+        training.load(state)
     except (RuntimeError, ValueError, KeyError) as error:
         raise Refusal(f"--resume {path}: does not fit this net or optimizer: {error}") from None
     told = f"Going on from {path}, after epoch {training.epoch}."

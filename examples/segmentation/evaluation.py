@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from segmentation.data import IGNORED, batches_of
-from segmentation.launch import World
+from segmentation.launch import Refusal, World
 from segmentation.step import Autocast
 
 
@@ -68,6 +68,8 @@ def mean_iou(confusion: Tensor) -> float:
     """The mean of intersection over union, of the classes that occur or are predicted."""
     both = confusion.diagonal().double()
     union = confusion.sum(0) + confusion.sum(1) - both
+    if not union.any():
+        raise Refusal("no pixel of the images to evaluate on has a class")
     return (both / union)[union > 0].mean().item()
 
 

@@ -43,7 +43,8 @@ class World:
     size: int
     device: torch.device
     store: dist.Store
-    advice: str = ""  # what to say on Ctrl-C
+    #: What to say on Ctrl-C.
+    advice: str = "No epoch was completed; the same arguments start where this run did."
     _turns: int = field(default=0, repr=False)
 
     @property
@@ -100,9 +101,11 @@ def uninterrupted() -> Iterator[None]:
     """
     held: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    told = signal.set_wakeup_fd(-1)  # which they would write to on behalf of this process
     try:
         yield
     finally:
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, before)
     if held:
         raise KeyboardInterrupt
