@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -37,11 +38,13 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def run(*command: object, succeeds: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs a Python command from the root of the repository."""
+def run(
+    *command: object, succeeds: bool = True, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python command, from the root of the repository unless told otherwise."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(),
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The layer that the documentation spells out in plain torch does what ours does."""
+"""The page from one GPU to many: its short script runs, its layer in plain torch is ours."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 
 import numpy as np
 import pytest
+import scripts
 import torch
 from inputs import assert_close, numpy, random
+from optional import optional
 from test_docs import pytestmark  # noqa: F401
 from toolkits import ROOT
 
@@ -17,10 +19,26 @@ CHANNELS = 5
 SHAPES = [(3, CHANNELS, 4, 6), (1, CHANNELS, 7, 2), (0, CHANNELS, 4, 4)]
 
 
-def plain_layer():
-    """Returns the one block of Python that defines it, and the class."""
+def block(part):
+    """Returns the one block of Python that has some part."""
     page = (ROOT / "docs" / "from-one-gpu-to-many.md").read_text()
-    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, re.S) if "class PlainSync" in c)
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if part in code)
+    return code
+
+
+def test_the_short_script_runs_as_it_stands(tmp_path):
+    optional("sklearn")
+    script = tmp_path / "short.py"
+    script.write_text(block("load_digits"))
+    done = scripts.run(*scripts.torchrun(2), script, cwd=tmp_path)
+    share = float(re.fullmatch(r"([\d.]+)% of the digits .*\n", done.stdout)[1])
+    assert share > 95
+    assert (tmp_path / "digits.pt").exists() and "Warning" not in done.stderr
+
+
+def plain_layer():
+    """Returns the code of the layer, and its class."""
+    code = block("class PlainSync")
     names: dict = {}
     exec(code, names)
     return code, names["PlainSyncBatchNorm"]
