@@ -64,16 +64,27 @@ def ranks_of_torchrun(*command: object) -> list[subprocess.Popen]:
     return [begin(*torchrun(2), *command)]
 
 
-@pytest.mark.parametrize(("start", "status"), ((ranks_alone, 130), (ranks_of_torchrun, 1)))
-def test_ctrl_c_ends_all_ranks_and_leaves_a_whole_checkpoint(start, status, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("start", "number", "status"),
+    (
+        (ranks_alone, signal.SIGINT, 130),
+        (ranks_of_torchrun, signal.SIGINT, 1),
+        (ranks_of_torchrun, signal.SIGTERM, 1),
+    ),
+    ids=("alone", "torchrun", "time limit"),
+)
+def test_an_interruption_ends_all_ranks_and_leaves_a_whole_checkpoint(
+    start, number, status, tmp_path
+) -> None:
     # With workers, which get the signal as well.
     arguments = (*SMALL, "--epochs", 1000, "--workers", 1, "--out", tmp_path)
     processes = start(RECIPE, *arguments)
     try:
-        wait_for(tmp_path / "best.pt", *processes)
+        wait_for(tmp_path / "checkpoint.pt", *processes)
+        time.sleep(0.5)  # until its folder is on the disk as well
         interrupted = time.monotonic()
         for process in processes:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
         told = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
     finally:
         for process in processes:
@@ -200,7 +211,7 @@ def test_a_run_that_ends_while_it_saves_has_the_best_net_already(
     state = training(classes=3)
     parts = {"training": state, "net": state.net, "world": one_rank}
     with pytest.raises(KeyboardInterrupt):
-        recipe.Recipe.save(SimpleNamespace(args=SimpleNamespace(out=tmp_path), **parts), 0.5)
+        recipe.Recipe.save(SimpleNamespace(args=SimpleNamespace(out=tmp_path), **parts), [0.5])
     assert torch.load(tmp_path / "best.pt", weights_only=True)["mean_iou"] == 0.5
 
 
@@ -208,14 +219,21 @@ def half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def without_optimizer(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    del state["optimizer"]
+    torch.save(state, path)
+
+
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     (
+        (without_optimizer, {"classes": 3}, "that is the net alone; give the checkpoint.pt beside"),
         (half, {"classes": 3}, "no checkpoint of this script"),
         (Path.unlink, {"classes": 3}, "there is no such file"),
         (Path.touch, {"classes": 4}, "made with classes = 3, and here it is 4"),
     ),
-    ids=("half", "missing", "other classes"),
+    ids=("net", "half", "missing", "other classes"),
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(
     change, settings, message, tmp_path, one_rank
