@@ -17,6 +17,7 @@ import torch
 from segmentation import evaluation, folder, masks
 from segmentation.data import IGNORED, Whole
 from segmentation.launch import Refusal
+from segmentation.log import counted
 from torch import Tensor
 from train_segmentation import MULTIPLE, UNet  # or the net that you put in its place there
 
@@ -59,7 +60,7 @@ def predict(weights: Path, given: list[Path], out: Path) -> None:
     for index, name in enumerate(samples.names):
         _, [labels] = label(Whole(samples, MULTIPLE), [index])
         masks.write_mask(out / f"{name}.png", labels.numpy())
-    print(f"{len(images)} in {out}")
+    print(f"{counted(len(images), 'image')} labelled, in {out}")
 
 
 def main() -> None:

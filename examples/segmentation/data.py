@@ -133,7 +133,7 @@ class TrainingLoader:
         self, dataset: Dataset, world: World, *, batch: int, workers: int, seed: int
     ) -> None:
         self.seed, self.rank = seed, world.rank
-        images = len(dataset)  # type: ignore[arg-type]
+        images = len(dataset)
         if images < world.size:
             raise Refusal(
                 f"there are {counted(images, 'training image')} for {world.size} ranks: start "
