@@ -47,7 +47,10 @@ def predict(weights: Path, given: list[Path], out: Path) -> None:
     if channels != 3:
         raise Refusal(f"{weights}: trained on handwritten digits, not on a folder of images")
     net = UNet(classes, channels=channels)
-    net.load_state_dict(best["model"])
+    try:
+        net.load_state_dict(best["model"])
+    except RuntimeError as error:
+        raise Refusal(f"{weights}: of another net than {UNet.__name__} ({error})") from None
     label = partial(evaluation.evaluate, net.to(device), classes=classes, device=device)
 
     images = [

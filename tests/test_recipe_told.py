@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,3 +171,18 @@ def test_a_net_is_tried_out_before_the_first_epoch() -> None:
     recipe = SimpleNamespace(label=tried.append, args=SimpleNamespace(sync_bn="off"))
     example("train_segmentation").Recipe.check(recipe)
     assert tried == [range(1)]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    (
+        ({"optimizer": {}}, "no best.pt of train_segmentation.py"),
+        ({"classes": 2, "channels": 1}, "trained on handwritten digits"),
+        ({"classes": 2, "channels": 3, "model": {}}, "of another net than UNet .*Missing key"),
+    ),
+)
+def test_images_are_not_labelled_with_what_is_no_such_net(state, message, tmp_path) -> None:
+    torch.save(state, tmp_path / "best.pt")
+    with pytest.raises(example("segmentation.launch").Refusal, match=re.compile(message, re.S)):
+        example("predict_segmentation").predict(tmp_path / "best.pt", [], tmp_path / "labels")
+    assert not (tmp_path / "labels").exists()
