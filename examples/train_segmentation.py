@@ -3,14 +3,19 @@
     torchrun --standalone --nproc-per-node 2 examples/train_segmentation.py
 
 trains on pages of handwritten digits within a minute; --help tells how to train on a folder of your
-own images. The script is there to be copied, together with unet.py (put your own net in its place)
-and the folder segmentation/, whose files are the parts of it:
+own images. The script is there to be copied, together with unet.py and the folder segmentation/,
+whose files are the parts of it:
 
-    launch.py      how ranks begin and end            step.py        the gradients of one step
-    data.py        samples, crops, the loader         evaluation.py  mean IoU over all ranks
-    folder.py      a folder of images and masks       checkpoint.py  saving and going on
-    seeds.py       random numbers                     clock.py       where the time goes
-    options.py     the arguments                  log.py         what rank 0 tells
+    launch.py      how ranks begin and end        step.py        the gradients of one step
+    data.py        samples, crops, the loader     evaluation.py  mean IoU over all ranks
+    folder.py      a folder of images and masks   checkpoint.py  saving and going on
+    masks.py       masks, read and written        clock.py       where the time goes
+    seeds.py       random numbers                 log.py         what rank 0 tells
+    options.py     the arguments
+
+Put your own net in the place of UNet. It is made as Net(classes, channels=...), and of images
+(N, channels, H, W) makes logits (N, classes, H, W). H and W are multiples of Net.multiple, or of 32
+where it does not say. predict_segmentation.py labels images with what was trained.
 """
 
 from __future__ import annotations
@@ -28,11 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn_cuda import convert_sync_batchnorm, sync_groups, verify
 
 try:
-    from segmentation import checkpoint, evaluation, folder, launch
+    from segmentation import checkpoint, evaluation, folder, launch, masks
     from segmentation.clock import Clock
     from segmentation.data import Crops, DigitPages, Samples, TrainingLoader, Whole
     from segmentation.launch import Refusal, World
-    from segmentation.log import Log
+    from segmentation.log import Log, counted
     from segmentation.options import parse_arguments
     from segmentation.seeds import seed_everything
     from segmentation.step import (
@@ -49,16 +54,15 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"This example needs {error.name}: pip install numpy scikit-learn pillow tqdm")
 
+#: Of which the sides of what the net is given are multiples.
+MULTIPLE: int = getattr(UNet, "multiple", 32)
 
-def load_samples(args: argparse.Namespace, world: World) -> tuple[Samples, Samples]:
+
+def load_samples(args: argparse.Namespace, world: World, log: Log) -> tuple[Samples, Samples]:
     """The samples to train on and those to evaluate on."""
     if args.data is None:
         return DigitPages(True, args.pages), DigitPages(False, max(1, args.pages // 4))
-    pairs = folder.find_pairs(args.data, args.val_fraction)
-    # That reads all masks, which may take longer than the timeout.
-    classes = args.classes or world.on_rank_0(lambda: folder.count_classes([*pairs[0], *pairs[1]]))
-    training, held_out = (folder.Pictures(part, classes) for part in pairs)
-    return training, held_out
+    return folder.load(args, world, log)
 
 
 def group_of(ranks: int | str) -> dist.ProcessGroup | None:
@@ -78,7 +82,8 @@ class Recipe:
         self.log = Log(args.out / "log.jsonl", world)
         torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
 
-        samples, self.held_out = load_samples(args, world)
+        samples, self.held_out = load_samples(args, world, self.log)
+        world.on_rank_0(lambda: checkpoint.make_folder(args.out))
         self.classes, channels = samples.classes, samples.channels
         flip = args.data is not None and not args.no_flip  # a mirrored 2 is no 2
         self.loader = TrainingLoader(
@@ -114,6 +119,11 @@ class Recipe:
             torch.amp.GradScaler(device.type, enabled=fp16 and device.type == "cuda"),
             steps=self.steps,
             settings={"classes": self.classes, "channels": channels},
+            arguments={
+                name: str(value)
+                for name, value in vars(args).items()
+                if name not in ("out", "resume")
+            },
         )
         precision = torch.float16 if fp16 else torch.bfloat16
         autocast = partial(torch.autocast, device.type, precision, enabled=args.amp != "off")
@@ -126,32 +136,41 @@ class Recipe:
         """Trains the epochs that are left."""
         args, world, training = self.args, self.world, self.training
         self.log.say(
-            f"{world.size} ranks on {world.device.type}, {len(self.loader.sampler)} images a rank, "
-            f"{self.classes} classes, {self.steps} steps an epoch"
+            f"{counted(world.size, 'rank')} on {world.device.type}, "
+            f"{counted(len(self.loader.sampler), 'image')} a rank, "
+            f"{counted(self.classes, 'class')}, {counted(self.steps, 'step')} an epoch"
         )
         shape = (args.batch, training.settings["channels"], args.crop, args.crop)
         self.check()
         warm_up(self.model, shape, **self.how)
+        here = 0  # epochs whose log is in this folder
         if self.resume_from:
             self.log.say(checkpoint.resume(self.resume_from, training, world, args.seed))
-            if self.resume_from.resolve() != (args.out / "checkpoint.pt").resolve():
+            if self.resume_from.resolve() == (args.out / "checkpoint.pt").resolve():
+                here = training.epoch
+            else:
                 training.best = -1.0  # the net that had it is in another folder
+        self.log.begin(here)
+        if training.epoch >= args.epochs:
+            done = counted(training.epoch, "epoch")
+            self.log.say(f"Nothing is left to train: after {done}, with --epochs {args.epochs}.")
         while training.epoch < args.epochs:
             self.train_epoch(training.epoch)
-            score = self.evaluate()
+            ious = self.evaluate()
+            score = evaluation.mean_iou(ious)
             training.epoch += 1
             self.log.say(
                 f"epoch {training.epoch}/{args.epochs}: mean IoU {score:.4f}",
                 epoch=training.epoch,
                 mean_iou=score,
+                ious=ious,
             )
-            self.save(score)
-        if args.predictions:
-            self.write_predictions()
-        self.log.say(f"Best mean IoU {training.best:.4f}, in {args.out / 'best.pt'}")
+            self.save(ious)
+        self.finish()
 
     def check(self) -> None:
-        """Refuses to train where the ranks are not set up as they should be. A collective."""
+        """Refuses to train where net or ranks are not as they should be. A collective."""
+        self.label(range(1))  # else a net that does not fit would fail after a whole epoch
         if self.args.sync_bn == "off":
             return  # as asked for
         report = verify(self.model, self.loader.loader)  # the same on all ranks
@@ -209,31 +228,32 @@ class Recipe:
         """Labels samples that are held out; on this rank alone, so not through self.model."""
         return evaluation.evaluate(
             self.net,
-            Whole(self.held_out),
+            Whole(self.held_out, MULTIPLE),
             which,
             classes=self.classes,
-            workers=self.args.workers,
+            workers=self.args.workers if len(which) > 1 else 0,
             **self.how,
         )
 
-    def evaluate(self) -> float:
-        """The mean IoU, the same on all ranks."""
+    def evaluate(self) -> list[float | None]:
+        """The IoU of each class, the same on all ranks."""
         every = range(len(self.held_out))
         if self.args.eval == "rank0":
-            counted = self.world.on_rank_0(lambda: self.label(every)[0].tolist())
-            return evaluation.mean_iou(torch.tensor(counted))
+            found = self.world.on_rank_0(lambda: self.label(every)[0].tolist())
+            return evaluation.class_ious(torch.tensor(found))
         evaluation.share_buffers(self.net)
         confusion, _ = self.label(evaluation.share(len(every), self.world))
         dist.all_reduce(confusion)  # whole numbers: exact, in whatever order
-        return evaluation.mean_iou(confusion)
+        return evaluation.class_ious(confusion)
 
-    def save(self, score: float) -> None:
+    def save(self, ious: list[float | None]) -> None:
         """Writes the checkpoint of an epoch, and the net if it is the best so far."""
         training, world, out = self.training, self.world, self.args.out
-        if score > training.best:
+        if (score := evaluation.mean_iou(ious)) > training.best:
             training.best = score
             if world.leads:  # before the checkpoint that says so: a run may end between the two
-                best = {"model": self.net.state_dict(), "mean_iou": score, **training.settings}
+                told = {"mean_iou": score, "ious": ious, "epoch": training.epoch}
+                best = {"model": self.net.state_dict(), **told, **training.settings}
                 checkpoint.write(out / "best.pt", best)
         checkpoint.save(out / "checkpoint.pt", training, world)
         world.advice = (
@@ -241,16 +261,34 @@ class Recipe:
             "arguments and --resume auto"
         )
 
+    def finish(self) -> None:
+        """Tells how good the best net of this folder is, and what it predicts. A collective."""
+        best = checkpoint.read_best(self.args.out / "best.pt", self.world)
+        if best:
+            ious = ", ".join(
+                f"{name}: {'-' if iou is None else f'{iou:.3f}'}"
+                for name, iou in enumerate(best["ious"])
+            )
+            self.log.say(f"IoU of each class in epoch {best['epoch']}: {ious}")
+            self.log.say(f"Best mean IoU {best['mean_iou']:.4f}, in {self.args.out / 'best.pt'}")
+            self.net.load_state_dict(best["model"])
+        if self.args.predictions:
+            self.write_predictions()
+
     def write_predictions(self) -> None:
+        """Labels what is held out with the net as it is. A collective."""
         evaluation.share_buffers(self.net)
         _, mine = self.label(evaluation.share(len(self.held_out), self.world))
         predictions = evaluation.gather_predictions(mine, self.world)
         if predictions is not None:
-            folder.write_masks(self.args.out / "predictions", self.held_out.names, predictions)
+            labels = self.args.out / "predictions"
+            labels.mkdir(exist_ok=True)
+            for name, mask in zip(self.held_out.names, predictions, strict=True):
+                masks.write_mask(labels / f"{name}.png", mask.numpy())
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments(multiple=MULTIPLE)
     launch.run(lambda world: Recipe(args, world).run(), args.timeout)
 
 

@@ -35,6 +35,9 @@ class UNet(nn.Module):
         - Output: ``(N, classes, H, W)``, the logits.
     """
 
+    #: Of what the sides of an image have to be multiples, to be halved twice.
+    multiple = 4
+
     def __init__(
         self, classes: int, widths: tuple[int, int, int] = (16, 32, 64), *, channels: int = 1
     ) -> None:

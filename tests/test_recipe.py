@@ -59,8 +59,11 @@ def test_rank_0_alone_tells_what_happens(undisturbed) -> None:
         "epoch 1/2: mean IoU",
         "epoch 2/2: mean IoU",
     ]
-    assert "step/s" in (out / "stderr").read_text(), "no progress bar"
-    assert "Warning" not in (out / "stderr").read_text()
+    assert not re.search("step/s|warning|Warning", (out / "stderr").read_text())
+    told_last = (
+        r"IoU of each class in epoch \d: 0: 0\.\d{3}, 1: .*\nBest mean IoU 0\.\d{4}, in .*\n$"
+    )
+    assert re.search(told_last, told)
     losses = [line["loss"] for line in lines(out, "loss")]
     assert losses[-1] < 0.9 * losses[0]  # it learns
 
@@ -69,6 +72,7 @@ def test_the_best_net_is_kept_without_what_wraps_it(undisturbed) -> None:
     best = torch.load(undisturbed(2) / "best.pt", weights_only=True)
     scores = [line["mean_iou"] for line in lines(undisturbed(2), "mean_iou")]
     assert best["mean_iou"] == max(scores)
+    assert scores[best["epoch"] - 1] == best["mean_iou"]
     assert "head.weight" in best["model"]
     assert not any(name.startswith("module.") for name in best["model"])
 
@@ -76,7 +80,10 @@ def test_the_best_net_is_kept_without_what_wraps_it(undisturbed) -> None:
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(ranks, undisturbed, tmp_path) -> None:
     arguments = (*SMALL, "--epochs", 2, "--out", tmp_path)
-    run(*torchrun(ranks), FAULTS, "dies", ranks - 1, *arguments, succeeds=False)
+    died = run(*torchrun(ranks), FAULTS, "dies", ranks - 1, *arguments, succeeds=False)
+    # Of the others, torchrun ends some, and some lose the connection.
+    assert "The checkpoint of epoch 1 is whole; to go on from it" in died.stderr
+    assert "failed, which ends the run" not in died.stderr
     checkpoint = tmp_path / "checkpoint.pt"
     assert torch.load(checkpoint, weights_only=True)["epoch"] == 1
     done = run(*torchrun(ranks), RECIPE, *arguments, "--resume", "auto")
@@ -91,13 +98,16 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(ranks, undisturbed, tm
         assert where == there
         same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
         assert same, where
-    assert lines(tmp_path, "mean_iou") == lines(undisturbed(ranks), "mean_iou")
+    told, expected = (lines(path, "epoch") for path in (tmp_path, undisturbed(ranks)))
+    assert [line.get("ious") for line in told] == [line.get("ious") for line in expected]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(undisturbed, tmp_path) -> None:
     checkpoint = undisturbed(2) / "checkpoint.pt"
     arguments = (*SMALL, "--epochs", 3, "--out", tmp_path, "--resume", checkpoint)
     done = run(RECIPE, *arguments)
+    assert "Warning" not in done.stderr
+    assert "Other arguments than before: --epochs 3 (was 2). It was made by" in done.stdout
     assert "made by 2 ranks and there are 1: random numbers begin anew" in done.stdout
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["epoch"] == 3
@@ -109,6 +119,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(undisturbed, tmp_path) -> No
     # The rate falls to nothing by the last step, from that of 8 images a step.
     assert state["optimizer"]["param_groups"][0]["initial_lr"] == pytest.approx(0.01 * 0.5**0.5)
     assert state["optimizer"]["param_groups"][0]["lr"] == 0
+
+
+def test_a_run_with_no_epoch_left_says_so(undisturbed, tmp_path) -> None:
+    checkpoint = undisturbed(2) / "checkpoint.pt"
+    arguments = (*SMALL, "--epochs", 1, "--out", tmp_path, "--predictions")
+    done = run(RECIPE, *arguments, "--resume", checkpoint)
+    told = "Nothing is left to train: after 2 epochs, with --epochs 1.\n"
+    assert done.stdout.endswith(told)  # and not how good a net is that is not in this folder
+    assert len(list((tmp_path / "predictions").iterdir())) == 23
 
 
 @pytest.mark.parametrize("more", ((), ("--resume", "other.pt")), ids=("new", "resumed elsewhere"))

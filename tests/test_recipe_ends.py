@@ -11,16 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import distributed
 import pytest
 import torch
 from optional import optional
 from scripts import LIMIT_S, environment, example, needs, run, torchrun
 from test_recipe import FAULTS, RECIPE, SMALL
 from toolkits import ROOT
-from torch import nn
 
 pytestmark = needs(RECIPE)
 
@@ -64,16 +61,27 @@ def ranks_of_torchrun(*command: object) -> list[subprocess.Popen]:
     return [begin(*torchrun(2), *command)]
 
 
-@pytest.mark.parametrize(("start", "status"), ((ranks_alone, 130), (ranks_of_torchrun, 1)))
-def test_ctrl_c_ends_all_ranks_and_leaves_a_whole_checkpoint(start, status, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("start", "number", "status"),
+    (
+        (ranks_alone, signal.SIGINT, 130),
+        (ranks_of_torchrun, signal.SIGINT, 1),
+        (ranks_of_torchrun, signal.SIGTERM, 1),
+    ),
+    ids=("alone", "torchrun", "time limit"),
+)
+def test_an_interruption_ends_all_ranks_and_leaves_a_whole_checkpoint(
+    start, number, status, tmp_path
+) -> None:
     # With workers, which get the signal as well.
     arguments = (*SMALL, "--epochs", 1000, "--workers", 1, "--out", tmp_path)
     processes = start(RECIPE, *arguments)
     try:
-        wait_for(tmp_path / "best.pt", *processes)
+        wait_for(tmp_path / "checkpoint.pt", *processes)
+        time.sleep(0.5)  # until its folder is on the disk as well
         interrupted = time.monotonic()
         for process in processes:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
         told = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
     finally:
         for process in processes:
@@ -140,25 +148,50 @@ def test_an_error_in_one_rank_is_shown_once_and_ends_the_others(rank, tmp_path) 
     assert f"Rank {1 - rank} failed" not in done.stderr
 
 
-@pytest.fixture
-def one_rank():
-    """The world of this process alone."""
+def raised_over(first: type[BaseException]) -> RuntimeError:
+    """As torch.save does where it is interrupted."""
+    try:
+        try:
+            raise first
+        finally:
+            raise RuntimeError("unexpected pos 918400")
+    except RuntimeError as error:
+        return error
+
+
+INTERRUPTED = r"^\nInterrupted\. No epoch was completed"
+
+
+@pytest.mark.parametrize(
+    ("error", "ended", "status", "told"),
+    (
+        (lambda launch: raised_over(KeyboardInterrupt), "", 130, INTERRUPTED),
+        (lambda launch: launch.Terminated(), "", 130, INTERRUPTED),
+        (lambda launch: launch.Terminated(), "interrupted 1", 130, INTERRUPTED),
+        (lambda launch: launch.Terminated(), "failed 1", 1, "^$"),
+        (
+            lambda launch: RuntimeError("pair.cc: Connection closed by peer [::1]:5"),
+            "",
+            1,
+            "^error: another rank was killed, or its machine. No epoch was completed",
+        ),
+        (lambda launch: RuntimeError("planted"), "", 1, "^\nRank 0 failed, which ends the run:\n"),
+    ),
+    ids=("interrupted", "terminated", "both", "by torchrun", "lost", "failed"),
+)
+def test_why_a_run_ends_is_told_by_the_rank_that_knows(
+    error, ended, status, told, monkeypatch, capsys
+) -> None:
     launch = example("segmentation.launch")
-    with distributed.fake_world(1):
-        yield launch.World(0, 1, torch.device("cpu"), torch.distributed.HashStore())
-
-
-def training(rate: float = 0.1, steps: int = 1, epochs: int = 1, **settings: int):
-    """A training that nothing has happened in yet, whose rate falls from step to step."""
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), rate)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 - step / (epochs * steps)
-    )
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return example("segmentation.checkpoint").Training(
-        net, optimizer, scheduler, scaler, steps=steps, settings=settings
-    )
+    store = torch.distributed.HashStore()
+    if ended:
+        store.set("end", ended)
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(multiprocessing, "active_children", list)  # those of the tests
+    launch._leave(launch.World(0, 1, torch.device("cpu"), store), error(launch))
+    assert left == [status]
+    assert re.search(told, capsys.readouterr().err)
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused(tmp_path) -> None:
@@ -166,86 +199,3 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(tmp_path) -> None:
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(told) == 1
     assert told[0].startswith("error: --sync-bn group:3: sync_groups(3): expected a size from 1")
-
-
-def test_a_checkpoint_that_fails_to_be_written_leaves_the_one_before(
-    tmp_path, monkeypatch, one_rank
-) -> None:
-    checkpoint = example("segmentation.checkpoint")
-    path = tmp_path / "checkpoint.pt"
-    checkpoint.write(path, {"random": [1]})
-    before = path.read_bytes()
-
-    def save_half(state, file) -> None:
-        file.write(b"half")
-        raise OSError("no space left")
-
-    monkeypatch.setattr(torch, "save", save_half)
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.write(path, {"random": [2]})
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_run_that_ends_while_it_saves_has_the_best_net_already(
-    tmp_path, monkeypatch, one_rank
-) -> None:
-    """Else it would never be written: the resumed run finds nothing better than the checkpoint."""
-    checkpoint, recipe = example("segmentation.checkpoint"), example("train_segmentation")
-
-    def end(*_) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save", end)
-    state = training(classes=3)
-    parts = {"training": state, "net": state.net, "world": one_rank}
-    with pytest.raises(KeyboardInterrupt):
-        recipe.Recipe.save(SimpleNamespace(args=SimpleNamespace(out=tmp_path), **parts), 0.5)
-    assert torch.load(tmp_path / "best.pt", weights_only=True)["mean_iou"] == 0.5
-
-
-def half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@pytest.mark.parametrize(
-    ("change", "settings", "message"),
-    (
-        (half, {"classes": 3}, "no checkpoint of this script"),
-        (Path.unlink, {"classes": 3}, "there is no such file"),
-        (Path.touch, {"classes": 4}, "made with classes = 3, and here it is 4"),
-    ),
-    ids=("half", "missing", "other classes"),
-)
-def test_a_checkpoint_that_does_not_fit_is_refused(
-    change, settings, message, tmp_path, one_rank
-) -> None:
-    checkpoint, launch = example("segmentation.checkpoint"), example("segmentation.launch")
-    path = tmp_path / "checkpoint.pt"
-    checkpoint.write(path, training(classes=3).state())
-    change(path)
-    with pytest.raises(launch.Refusal, match=message):
-        checkpoint.resume(path, training(**settings), one_rank, seed=0)
-
-
-@pytest.mark.parametrize("arguments", ({"rate": 0.5}, {"steps": 5}, {"epochs": 4}))
-def test_the_rate_of_a_resumed_run_is_that_of_its_own_arguments(
-    arguments, tmp_path, one_rank
-) -> None:
-    """As with another --lr, --batch or --epochs."""
-    checkpoint = example("segmentation.checkpoint")
-    done = training(steps=3, epochs=2)
-    for _ in range(3):
-        done.optimizer.step()
-        done.scheduler.step()
-    done.epoch = 1
-    checkpoint.save(tmp_path / "checkpoint.pt", done, one_rank)
-
-    now = {"rate": 0.1, "steps": 3, "epochs": 2} | arguments
-    resumed = training(**now)
-    checkpoint.resume(tmp_path / "checkpoint.pt", resumed, one_rank, seed=0)
-    for step in range(now["steps"]):
-        left = 1 - (now["steps"] + step) / (now["steps"] * now["epochs"])
-        assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(now["rate"] * left)
-        resumed.optimizer.step()
-        resumed.scheduler.step()

@@ -38,7 +38,7 @@ def labelled(rank: int, ranks: int, pages: int):
     data, evaluation = example("segmentation.data"), example("segmentation.evaluation")
     torch.manual_seed(0)
     net = example("unet").UNet(11)
-    held_out = data.Whole(data.DigitPages(train=False, count=pages))
+    held_out = data.Whole(data.DigitPages(train=False, count=pages), multiple=4)
     share = evaluation.share(pages, world(rank, ranks))
     return evaluation.evaluate(net, held_out, share, classes=11, device=CPU)
 
@@ -69,13 +69,16 @@ def test_sharded_evaluation_is_that_of_one_process_exactly(run, ranks, pages) ->
 
 def test_mean_iou_leaves_out_classes_that_do_not_occur() -> None:
     confusion = torch.tensor([[3, 1, 0], [0, 4, 0], [0, 0, 0]])
-    assert example("segmentation.evaluation").mean_iou(confusion) == (3 / 4 + 4 / 5) / 2
+    evaluation = example("segmentation.evaluation")
+    ious = evaluation.class_ious(confusion)
+    assert ious == [3 / 4, 4 / 5, None]
+    assert evaluation.mean_iou(ious) == (3 / 4 + 4 / 5) / 2
 
 
 def test_an_evaluation_of_nothing_is_refused() -> None:
     evaluation, launch = example("segmentation.evaluation"), example("segmentation.launch")
     with pytest.raises(launch.Refusal, match="no pixel of the images to evaluate on has a class"):
-        evaluation.mean_iou(torch.zeros(3, 3, dtype=torch.int64))
+        evaluation.class_ious(torch.zeros(3, 3, dtype=torch.int64))
 
 
 # Gradients
@@ -191,12 +194,18 @@ def test_each_epoch_has_its_order_and_no_sample_twice() -> None:
     assert epochs[0] != epochs[1]
 
 
-def test_too_few_images_for_a_batch_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "batch", "message"),
+    (
+        (2, 10, "a rank has 9 training images, too few for one batch of 10"),
+        (10, 2, "a rank has 1 training image, too few for one batch of 2"),
+        (19, 1, "there are 18 training images for 19 ranks: start fewer ranks"),
+    ),
+)
+def test_too_few_images_for_a_batch_are_refused(ranks, batch, message) -> None:
     data, launch = example("segmentation.data"), example("segmentation.launch")
-    with pytest.raises(
-        launch.Refusal, match="9 training images a rank do not fill one batch of 10"
-    ):
-        data.TrainingLoader(Draws(), world(0, 2), batch=10, workers=0, seed=0)
+    with pytest.raises(launch.Refusal, match=message):
+        data.TrainingLoader(Draws(), world(0, ranks), batch=batch, workers=0, seed=0)
 
 
 # Batch norm
@@ -206,7 +215,7 @@ def recipe_of(rank: int, out: str, sync_bn: str) -> dict:
     """What a recipe starts from."""
     options = example("segmentation.options")
     arguments = ("--pages", "16", "--batch", "4", "--out", f"{out}/{sync_bn}")
-    args = options.parse_arguments([*arguments, "--sync-bn", sync_bn])
+    args = options.parse_arguments([*arguments, "--sync-bn", sync_bn], multiple=4)
     size = dist.get_world_size()
     # World.on_rank_0 needs a store, and what it does here is done on every rank as well.
     alone = SimpleNamespace(
@@ -232,19 +241,18 @@ def recipe_of(rank: int, out: str, sync_bn: str) -> dict:
 @pytest.mark.parametrize(
     ("sync_bn", "layer", "groups"),
     (
-        ("on", FastSyncBatchNorm, [{(0, 1)}, {(0, 1)}]),
-        ("group:1", FastSyncBatchNorm, [{(0,)}, {(1,)}]),
-        ("off", nn.BatchNorm2d, [set(), set()]),
+        ("on", FastSyncBatchNorm, [{(0, 1)}] * 2),
+        ("group:2", FastSyncBatchNorm, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
     ),
 )
 def test_with_or_without_synchronised_statistics_all_else_is_the_same(
     run, sync_bn, layer, groups, tmp_path
 ) -> None:
-    answers = run(2, recipe_of, str(tmp_path), sync_bn)
-    expected = run(2, recipe_of, str(tmp_path), "group:2")
+    answers = run(len(groups), recipe_of, str(tmp_path), sync_bn)
+    plain = run(len(groups), recipe_of, str(tmp_path), "off")
     assert [answer["groups"] for answer in answers] == groups
-    for answer, other in zip(answers, expected, strict=True):
-        assert answer["types"] == {layer}
+    for answer, other in zip(answers, plain, strict=True):
+        assert (answer["types"], other["types"]) == ({layer}, {nn.BatchNorm2d})
         for what in ("rate", "names"):
             assert answer[what] == other[what]
         for what in ("start", "batch"):
@@ -256,7 +264,7 @@ def test_with_or_without_synchronised_statistics_all_else_is_the_same(
 
 def test_the_help_says_how_to_train_on_a_folder_and_what_it_looks_like(capsys) -> None:
     with contextlib.suppress(SystemExit):
-        example("segmentation.options").parse_arguments(["--help"])
+        example("segmentation.options").parse_arguments(["--help"], multiple=4)
     told = capsys.readouterr().out
     for needed in ("--data DIR", "DIR/train/images/NAME.jpg", "255 is no class", "--resume auto"):
         assert needed in told
@@ -266,6 +274,7 @@ def test_the_help_says_how_to_train_on_a_folder_and_what_it_looks_like(capsys) -
     ("arguments", "message"),
     (
         (("--sync-bn", "group:0"), "expected on, off or group:N, got group:0"),
+        (("--sync-bn", "group:1"), "group:1 is each rank by itself: give off for that"),
         (("--crop", "42"), "expected a multiple of 4, got 42"),
         (("--batch", "0"), "expected at least 1, got 0"),
         (("--lr", "0"), "expected more than 0, got 0"),
@@ -275,5 +284,5 @@ def test_the_help_says_how_to_train_on_a_folder_and_what_it_looks_like(capsys) -
 )
 def test_an_argument_that_makes_no_sense_is_refused(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit):
-        example("segmentation.options").parse_arguments(arguments)
+        example("segmentation.options").parse_arguments(arguments, multiple=4)
     assert message in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Training:
     scaler: torch.amp.GradScaler
     steps: int  # an epoch
     settings: dict[str, Any]  # what a checkpoint has to agree with
+    #: Those of the run, which may differ from those of a checkpoint: what of them is told.
+    arguments: dict[str, str] = field(default_factory=dict)
     epoch: int = 0  # how many are done
     best: float = -1.0  # mean IoU
 
@@ -36,6 +38,7 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "settings": self.settings,
+            "arguments": self.arguments,
             "epoch": self.epoch,
             "best": self.best,
         }
@@ -84,10 +87,11 @@ def write(path: Path, state: dict[str, Any]) -> None:
 
 
 def find(out: Path, resume: str | None, world: World) -> Path | None:
-    """Makes the folder of a run, and tells which checkpoint to go on from. Rank 0 looks for all."""
+    """Tells which checkpoint to go on from. Rank 0 looks for all."""
 
     def look() -> str | None:
-        out.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_dir():
+            raise Refusal(f"--out {out}: that is a file; give a folder")
         last = out / "checkpoint.pt"
         goes_on = resume == "auto" or (resume and Path(resume).resolve() == last.resolve())
         if not goes_on and last.exists():
@@ -101,6 +105,30 @@ def find(out: Path, resume: str | None, world: World) -> Path | None:
 
     found = world.on_rank_0(look)
     return Path(found) if found else None
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refusal(f"--out {out}: cannot be made ({error.strerror})") from None
+
+
+def differences(now: dict[str, str], before: dict[str, str]) -> str:
+    """Tells which arguments are others than before, of those that both have."""
+    told = [
+        f"--{name.replace('_', '-')} {value} (was {before[name]})"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    ]
+    return f" Other arguments than before: {', '.join(told)}." if told else ""
+
+
+def read_best(path: Path, world: World) -> dict[str, Any] | None:
+    """The best net so far, and what is told of it; None where there is none. A collective."""
+    box = [path.read_bytes() if world.leads and path.exists() else b""]
+    dist.broadcast_object_list(box, src=0)
+    return _parse(box[0]) if box[0] else None
 
 
 def resume(path: Path, training: Training, world: World, seed: int) -> str:
@@ -117,6 +145,7 @@ def resume(path: Path, training: Training, world: World, seed: int) -> str:
     except (RuntimeError, ValueError, KeyError) as error:
         raise Refusal(f"--resume {path}: does not fit this net or optimizer: {error}") from None
     told = f"Going on from {path}, after epoch {training.epoch}."
+    told += differences(training.arguments, state.get("arguments", {}))
     if ranks == world.size:
         set_random_states(state["random"][world.rank])
         return told
@@ -133,7 +162,14 @@ def _read(path: Path, settings: dict[str, Any]) -> bytes:
         raise Refusal(f"--resume {path}: there is no such file")
     content = path.read_bytes()
     try:
-        made_with = _parse(content)["settings"]
+        state = _parse(content)
+        if "model" in state and "optimizer" not in state:
+            raise Refusal(
+                f"--resume {path}: that is the net alone; give the checkpoint.pt beside it"
+            )
+        made_with = state["settings"]
+    except Refusal:
+        raise
     except Exception as error:  # of many kinds, as it may be any file
         raise Refusal(f"--resume {path}: no checkpoint of this script ({error})") from None
     for name, value in settings.items():

@@ -12,13 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from segmentation.launch import Refusal, World, uninterrupted
+from segmentation.log import counted
 from segmentation.seeds import mixed, seed_worker
 
 #: The value of a mask's pixels that are no class.
 IGNORED = 255
-
-#: Of what the sides of an image have to be a multiple, for the U-Net to halve and double them.
-MULTIPLE = 4
 
 
 class Samples(Protocol):
@@ -41,8 +39,13 @@ class DigitPages:
     channels = 1
 
     def __init__(self, train: bool, count: int) -> None:
-        from digits import CLASSES, Pages
-
+        try:
+            from digits import CLASSES, Pages
+        except ModuleNotFoundError as error:
+            raise Refusal(
+                f"handwritten digits need {error.name} (digits.py of the examples, and pip install "
+                "scikit-learn): give --data DIR to train on images of your own"
+            ) from None
         self.classes = CLASSES
         self.names = [f"page_{number:04}" for number in range(count)]
         self.images, self.masks = Pages(train).draw(seed=0, step=0, pages=range(count))
@@ -83,10 +86,14 @@ class Crops(Dataset):
 
 
 class Whole(Dataset):
-    """Samples to evaluate on: whole, padded to what the net can take, with their own size."""
+    """Samples to evaluate on: whole, padded to what the net can take, with their own size.
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    Args:
+        multiple: of which the net needs the sides to be.
+    """
+
+    def __init__(self, samples: Samples, multiple: int) -> None:
+        self.samples, self.multiple = samples, multiple
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -94,7 +101,8 @@ class Whole(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
         image, mask = self.samples.read(index)
         height, width = mask.shape
-        image, mask = _padded(image, mask, (0, -width % MULTIPLE, 0, -height % MULTIPLE))
+        below, right = -height % self.multiple, -width % self.multiple
+        image, mask = _padded(image, mask, (0, right, 0, below))
         return image, mask, (height, width)
 
 
@@ -125,6 +133,12 @@ class TrainingLoader:
         self, dataset: Dataset, world: World, *, batch: int, workers: int, seed: int
     ) -> None:
         self.seed, self.rank = seed, world.rank
+        images = len(dataset)
+        if images < world.size:
+            raise Refusal(
+                f"there are {counted(images, 'training image')} for {world.size} ranks: start "
+                "fewer ranks"
+            )
         # drop_last, twice: all ranks have equally many batches, all of them full. Without it the
         # sampler repeats samples, and a rank could be left with a single one to normalise over.
         self.sampler: DistributedSampler = DistributedSampler(
@@ -142,8 +156,8 @@ class TrainingLoader:
         )
         if not len(self.loader):
             raise Refusal(
-                f"{len(self.sampler)} training images a rank do not fill one batch of {batch}: "
-                "give a smaller --batch, or start fewer ranks"
+                f"a rank has {counted(len(self.sampler), 'training image')}, too few for one batch "
+                f"of {batch}: give a smaller --batch, or start fewer ranks"
             )
 
     def __len__(self) -> int:

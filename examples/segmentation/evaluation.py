@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from segmentation.data import IGNORED, batches_of
 from segmentation.launch import Refusal, World
-from segmentation.step import Autocast
+from segmentation.step import Autocast, check_logits
 
 
 def share(count: int, world: World) -> range:
@@ -52,8 +52,10 @@ def evaluate(
     net.eval()
     loader: DataLoader = DataLoader(Subset(dataset, which), batch_size=None, num_workers=workers)
     for image, mask, (height, width) in batches_of(loader):
+        images = image[None].to(device)
         with autocast():
-            logits = net(image[None].to(device))
+            logits = net(images)
+        check_logits(logits, images, classes)
         predicted = logits[0].argmax(0)
         mask = mask.to(device)
         valid = mask != IGNORED
@@ -64,13 +66,20 @@ def evaluate(
     return confusion.view(classes, classes), predictions
 
 
-def mean_iou(confusion: Tensor) -> float:
-    """The mean of intersection over union, of the classes that occur or are predicted."""
+def class_ious(confusion: Tensor) -> list[float | None]:
+    """Intersection over union of each class; None of one that neither occurs nor is predicted."""
     both = confusion.diagonal().double()
     union = confusion.sum(0) + confusion.sum(1) - both
     if not union.any():
         raise Refusal("no pixel of the images to evaluate on has a class")
-    return (both / union)[union > 0].mean().item()
+    ratios = zip(both.tolist(), union.tolist(), strict=True)
+    return [one / other if other else None for one, other in ratios]
+
+
+def mean_iou(ious: Sequence[float | None]) -> float:
+    """The mean over the classes that occur or are predicted."""
+    found = [iou for iou in ious if iou is not None]
+    return sum(found) / len(found)
 
 
 def share_buffers(net: nn.Module) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-#: Exit statuses: of Ctrl-C as in a shell, of a mistake of the user, and of any other error.
+#: Exit statuses: of Ctrl-C as in a shell (also of SIGTERM), of a mistake of the user, and of any
+#: other error.
 INTERRUPTED, REFUSED, FAILED = 128 + signal.SIGINT, 2, 1
 
 #: Seconds that Ctrl-C leaves a rank that waits in a collective, where Python does not get to run.
@@ -35,6 +37,14 @@ class OtherRankEnded(Exception):
     """Another rank failed or was interrupted, and has said why."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: the time limit of a queue, or torchrun, as another rank is gone."""
+
+
+#: What the errors of Gloo and NCCL say where the process at the other end is gone.
+LOST = re.compile("Connection (closed|reset) by peer|remote process exited")
+
+
 @dataclass
 class World:
     """The ranks of the run, as seen by one of them."""
@@ -43,7 +53,7 @@ class World:
     size: int
     device: torch.device
     store: dist.Store
-    #: What to say on Ctrl-C.
+    #: What to say on Ctrl-C, or where another rank is gone.
     advice: str = "No epoch was completed; the same arguments start where this run did."
     _turns: int = field(default=0, repr=False)
 
@@ -85,7 +95,8 @@ def run(function: Callable[[World], None], timeout: float) -> None:
             world = _join(timeout)
             function(world)
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that is pending comes here at last
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # one that is pending comes here at last
     except BaseException as error:
         _leave(world, error)
     gc.collect()  # DistributedDataParallel, in cycles, keeps Gloo's threads beyond Python's end
@@ -94,21 +105,23 @@ def run(function: Callable[[World], None], timeout: float) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back while processes are started, which are then deaf to it.
+    """Holds Ctrl-C and SIGTERM back while processes are started, which are then deaf to Ctrl-C.
 
     In the midst of a fork the exception would be raised where Python can only ignore it. Processes
     that prepare batches end with the rank, and need not all say that they were interrupted.
     """
     held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: held.append(number)) for number in numbers]
     told = signal.set_wakeup_fd(-1)  # which they would write to on behalf of this process
     try:
         yield
     finally:
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     if held:
-        raise KeyboardInterrupt
+        raise Terminated if signal.SIGTERM in held else KeyboardInterrupt
 
 
 def _join(timeout: float) -> World:
@@ -140,12 +153,12 @@ def _join(timeout: float) -> World:
 
 
 def _catch_interrupt(say: Callable[[], None]) -> None:
-    """Makes SIGINT raise KeyboardInterrupt, and end the process where Python does not get to it."""
+    """Makes signals raise KeyboardInterrupt, and end the process where Python does not run."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
     def watch() -> None:
-        while os.read(reading, 1) != bytes([signal.SIGINT]):
+        while os.read(reading, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
             pass
         time.sleep(GRACE)
         say()
@@ -154,6 +167,13 @@ def _catch_interrupt(say: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
+    # Processes that prepare batches are ended by it, without a word.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
 
 
 def _leave(world: World | None, error: BaseException) -> NoReturn:
@@ -162,8 +182,12 @@ def _leave(world: World | None, error: BaseException) -> NoReturn:
     Not by destroy_process_group, nor by the end of Python, which waits for threads: the other ranks
     may be in the midst of a collective that will never be complete, and either could hang.
     """
-    interrupted = isinstance(error, KeyboardInterrupt)
+    # Where torch.save is interrupted, it raises an error of its own over that.
+    signalled = next((each for each in _chain(error) if isinstance(each, KeyboardInterrupt)), None)
+    interrupted = signalled is not None
     first = _first_to_end(world, "interrupted" if interrupted else "failed")
+    if isinstance(signalled, Terminated) and first == "failed":
+        interrupted = False  # torchrun ends this rank as another one has failed, and said why
     if interrupted or first == "interrupted":
         # Without the others a collective fails as well: that is no error of its own.
         status = INTERRUPTED
@@ -177,6 +201,13 @@ def _leave(world: World | None, error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised over."""
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 def _say_interrupted(world: World | None) -> None:
@@ -200,6 +231,9 @@ def _show(world: World | None, error: BaseException) -> None:
     if isinstance(error, Refusal):
         # A DataLoader's worker hands on its traceback as the text of the error.
         print(f"error: {str(error).rpartition('Refusal: ')[2].strip()}", file=sys.stderr)
+        return
+    if world and isinstance(error, RuntimeError) and LOST.search(str(error)):
+        print(f"error: another rank was killed, or its machine. {world.advice}", file=sys.stderr)
         return
     print(f"\nRank {world.rank if world else '?'} failed, which ends the run:", file=sys.stderr)
     traceback.print_exception(error)

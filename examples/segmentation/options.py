@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from segmentation.data import MULTIPLE
-
 EXAMPLES = """\
 your own images and masks, on the GPUs of one machine:
 
@@ -17,6 +15,7 @@ your own images and masks, on the GPUs of one machine:
 
   DIR/train/images/NAME.jpg (or .png) and DIR/train/masks/NAME.png, the same in DIR/val;
   or DIR/images and DIR/masks, of which --val-fraction is set aside for evaluation.
+  Subfolders are not searched. Images are taken upright, as viewers show them (EXIF).
   A mask is a PNG as large as its image, grey or with a palette. The values of its pixels
   are the classes, 0, 1, 2, ...; 255 is no class, and counts neither in loss nor in evaluation.
 
@@ -34,7 +33,10 @@ on the CPU, with handwritten digits, in a minute:
   torchrun --standalone --nproc-per-node 2 examples/train_segmentation.py
 
 what it writes: OUT/checkpoint.pt after every epoch, OUT/best.pt (the net alone, of the epoch with
-the best mean IoU), OUT/log.jsonl (what the lines on the screen say, as JSON).
+the best mean IoU), OUT/log.jsonl (what the lines on the screen say, and the IoU of each class, as
+JSON). To label other images with the best net:
+
+  python examples/predict_segmentation.py OUT/best.pt IMAGE_OR_FOLDER... --out labels
 """
 
 
@@ -56,11 +58,25 @@ def sync_bn(text: str) -> str | int:
     found = re.fullmatch(r"on|off|group:([1-9]\d*)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"expected on, off or group:N, got {text}")
+    if found[1] == "1":
+        raise argparse.ArgumentTypeError("group:1 is each rank by itself: give off for that")
     return int(found[1]) if found[1] else text
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line, or what is given in its place."""
+def path(text: str) -> Path:
+    return Path(text).expanduser()  # which shells do not do in --out=~/runs
+
+
+def checkpoint(text: str) -> str:
+    return text if text == "auto" else str(path(text))
+
+
+def parse_arguments(arguments: Sequence[str] | None = None, *, multiple: int) -> argparse.Namespace:
+    """Reads the command line, or what is given in its place.
+
+    Args:
+        multiple: of which the net needs the sides of an image to be.
+    """
     parser = argparse.ArgumentParser(
         prog="train_segmentation.py",
         description="Trains a net that labels every pixel, on any number of GPUs and machines.",
@@ -68,7 +84,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("data").add_argument
-    add("--data", type=Path, metavar="DIR", help="images and masks (default: handwritten digits)")
+    add("--data", type=path, metavar="DIR", help="images and masks (default: handwritten digits)")
     add("--classes", type=number(int, 2), help="how many (default: found out from all masks)")
     add(
         "--val-fraction",
@@ -76,7 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=0.2,
         help="of the images, to evaluate on, where there is no DIR/val (default: %(default)s)",
     )
-    add("--crop", type=number(int, MULTIPLE), help="side of a crop (default: 256; digits: 40)")
+    add("--crop", type=number(int, 1), help="side of a crop (default: 256; digits: 40)")
     add("--no-flip", action="store_true", help="do not mirror: left and right have a meaning")
     add(
         "--pages",
@@ -158,15 +174,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default="sharded",
         help="by all ranks, each a share, or by rank 0 alone (default: sharded)",
     )
-    add("--predictions", action="store_true", help="at the end write OUT/predictions/NAME.png")
+    add(
+        "--predictions",
+        action="store_true",
+        help="at the end label what is held out with the net of the best epoch, as "
+        "OUT/predictions/NAME.png: values are the classes, and a palette makes them visible",
+    )
     add(
         "--out",
-        type=Path,
+        type=path,
         default=Path("runs/segmentation"),
         help="folder of a run, which none of another is in (default: %(default)s)",
     )
     add(
         "--resume",
+        type=checkpoint,
         metavar="{auto,PATH}",
         help="go on from a checkpoint; auto: from OUT's, where there is one",
     )
@@ -193,9 +215,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if args.workers is None:
         args.workers = 0 if args.data is None else 2
     if args.crop is None:
-        args.crop = 40 if args.data is None else 256
-    if args.crop % MULTIPLE:
-        parser.error(f"--crop: expected a multiple of {MULTIPLE}, got {args.crop}")
+        wanted = 40 if args.data is None else 256
+        args.crop = -(-wanted // multiple) * multiple
+    if args.crop % multiple:
+        parser.error(f"--crop: expected a multiple of {multiple}, got {args.crop}")
     if args.val_fraction >= 1:
         parser.error(f"--val-fraction: expected less than 1, got {args.val_fraction}")
     return args

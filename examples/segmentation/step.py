@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segmentation.data import IGNORED
+from segmentation.launch import Refusal
 from syncbn_cuda import is_synchronized
 
 T = TypeVar("T")
@@ -59,6 +60,18 @@ def count_pixels(batches: Sequence[Batch], device: torch.device) -> Tensor:
     pixels = torch.tensor(float(own), device=device)
     dist.all_reduce(pixels)
     return pixels.clamp(min=1)
+
+
+def check_logits(logits: object, images: Tensor, classes: int) -> None:
+    """Refuses a net whose output does not label every pixel of its input."""
+    count, _, height, width = images.shape
+    found = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    expected = (count, classes, height, width)
+    if found != expected:
+        raise Refusal(
+            f"the net makes {found} of images {tuple(images.shape)}: expected its logits to be "
+            f"(N, classes, H, W), H and W of the images, here {expected}"
+        )
 
 
 def backward(
