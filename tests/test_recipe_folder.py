@@ -196,6 +196,10 @@ def nested(folder: Path) -> None:
         (without("images/p3.jpg", to="images/x.tif"), 9, "1 that are no .png or .jpg: x.tif"),
         (lambda folder: write_sample(folder / "train", "a"), 10, "images are read there, and tra"),
         (with_all_masks({0: 0, 1: 0, 2: 2, 255: 0}), 10, "no pixel of any mask has class 1$"),
+        (
+            with_mask(np.repeat(np.uint8([[0], [255]]), (15, 5), 0).repeat(31, 1)),
+            *(10, "^1 of 10 masks hold only 0 and 255, and 255 is no class"),
+        ),
     ),
 )
 def test_what_is_left_out_is_told(change, samples, warning, dataset) -> None:

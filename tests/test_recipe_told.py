@@ -116,6 +116,14 @@ def test_digits_that_were_not_copied_are_named(monkeypatch) -> None:
         example("segmentation.data").DigitPages(True, 1)
 
 
+def test_a_net_that_needs_other_sizes_is_told_what_to_say() -> None:
+    evaluation, data = example("segmentation.evaluation"), example("segmentation.data")
+    net = torch.nn.Unflatten(-1, (-1, 16))  # of a width that is a multiple of 16
+    pages = data.Whole(data.DigitPages(True, 1), 4)
+    with pytest.raises(RuntimeError, match=r"images \(1, 1, 40, 40\): .* say in Net.multiple"):
+        evaluation.evaluate(net, pages, range(1), classes=11, device=torch.device("cpu"))
+
+
 # Arguments
 
 

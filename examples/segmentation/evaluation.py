@@ -53,8 +53,14 @@ def evaluate(
     loader: DataLoader = DataLoader(Subset(dataset, which), batch_size=None, num_workers=workers)
     for image, mask, (height, width) in batches_of(loader):
         images = image[None].to(device)
-        with autocast():
-            logits = net(images)
+        try:
+            with autocast():
+                logits = net(images)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the net failed on images {tuple(images.shape)}: if H and W are why, say in "
+                "Net.multiple of what they have to be multiples"
+            ) from error
         check_logits(logits, images, classes)
         predicted = logits[0].argmax(0)
         mask = mask.to(device)

@@ -82,6 +82,8 @@ def check_size(image: Path, mask: Path, mask_shape: tuple[int, ...]) -> tuple[in
 def survey(pairs: Iterable[tuple[Path, Path]], classes: int | None) -> dict[str, Any]:
     """Reads all masks; returns their values but 255, and the longest side of all images.
 
+    And how many masks there are, and how many with 0 and 255 alone.
+
     Refuses by name a mask that is no mask, has another size than its image, or has a value that is
     no class.
     """
@@ -93,12 +95,20 @@ def survey(pairs: Iterable[tuple[Path, Path]], classes: int | None) -> dict[str,
         return np.unique(values), max(check_size(image, mask, values.shape))
 
     found: set[int] = set()
-    longest = 0
+    longest = count = doubtful = 0
     with ThreadPoolExecutor() as threads:
         for values, side in threads.map(look, pairs):
             found.update(values.tolist())
             longest = max(longest, side)
-    return {"values": sorted(found - {IGNORED}), "longest": longest, "ignored": IGNORED in found}
+            count += 1
+            doubtful += values.tolist() == [0, IGNORED]
+    return {
+        "values": sorted(found - {IGNORED}),
+        "ignored": IGNORED in found,
+        "longest": longest,
+        "count": count,
+        "doubtful": doubtful,
+    }
 
 
 def count_classes(found: dict[str, Any], classes: int | None, warn: Callable[[str], None]) -> int:
@@ -106,7 +116,7 @@ def count_classes(found: dict[str, Any], classes: int | None, warn: Callable[[st
 
     Args:
         classes: how many the user expects, if that was said.
-        warn: told of classes that do not occur.
+        warn: told of classes that do not occur, and of masks that look as if 255 were one.
     """
     values = found["values"]
     if len(values) < 2:
@@ -116,6 +126,11 @@ def count_classes(found: dict[str, Any], classes: int | None, warn: Callable[[st
         )
         raise Refusal(
             f"the masks hold only {held}{remedy or ': there have to be two classes or more'}"
+        )
+    if found["doubtful"]:
+        warn(
+            f"{found['doubtful']} of {found['count']} masks hold only 0 and {IGNORED}, and "
+            f"{IGNORED} is no class: where it means a foreground, save that as its class"
         )
     missing = sorted(set(range(classes or values[-1] + 1)) - set(values))
     if missing and classes is None:
