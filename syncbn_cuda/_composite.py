@@ -29,6 +29,12 @@ def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (mean_sq - mean * mean).clamp(min=0), count
 
 
+def buffered_statistics(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits the message into what running buffers hold, mean and unbiased variance, and count."""
+    mean, var, count = _moments(stats)
+    return mean, var * (count / (count - 1).clamp(min=1)), count
+
+
 def _centred(input: Tensor, mean: Tensor) -> Tensor:
     return input.double() - _per_channel(mean, input)
 
@@ -72,13 +78,12 @@ def batch_norm_elemt_running(
     Nor with ``skip_nonfinite``, where they cannot hold the statistics of every channel.
     """
     with torch.no_grad():
-        mean, var, count = _moments(stats)
+        mean, unbiased, count = buffered_statistics(stats)
         moves = count > 0
         factor: Tensor | float | None = momentum
         if factor is None:
             assert num_batches_tracked is not None  # as checked before
             factor = 1.0 / (num_batches_tracked + 1).double()
-        unbiased = var * (count / (count - 1).clamp(min=1))
         batch = ((running_mean, mean), (running_var, unbiased))
         if skip_nonfinite:
             for running, value in batch:

@@ -18,6 +18,11 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def own_rank() -> int:
+    """This process's rank in the world; 0 where it is alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
 @contextmanager
 def own_group() -> Iterator[Any]:
     """Makes a group of the whole world over the CPU, which no other message comes between."""
@@ -64,8 +69,7 @@ def gather_or_raise(
         value = declare()
     except Exception as raised:
         error = raised
-    own = dist.get_rank() if is_distributed() else 0
-    told = gather((own, value, shown(error)), group)
+    told = gather((own_rank(), value, shown(error)), group)
     raise_together(caller, error, [(rank, text) for rank, _, text in told])
     return {rank: value for rank, value, _ in told}  # type: ignore[misc]
 

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from syncbn_cuda._collective import HeldGroup, hold_group, resolve_group
-from syncbn_cuda._exchange import gather, is_distributed, own_group, raise_together, shown
+from syncbn_cuda._exchange import (
+    gather,
+    is_distributed,
+    own_group,
+    own_rank,
+    raise_together,
+    shown,
+)
 from syncbn_cuda.module import FastSyncBatchNorm
 
 _FAILED = 2  # beside 0, no batch left, and 1
@@ -53,14 +60,13 @@ class Lockstep:
         self._layers = layers
         self._everyones = sorted(set(everyones))
         self._active: frozenset[int] | None = None
-        self._own = 0
+        self._own = own_rank()
         self._control: Any = None
         self._exit = ExitStack()
         self._smaller = ExitStack()  # what is undone when the active ranks change
 
     def __enter__(self) -> Lockstep:
         if is_distributed():
-            self._own = dist.get_rank()
             self._control = self._exit.enter_context(own_group())
         return self
 

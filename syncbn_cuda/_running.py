@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_cuda._checks import check, lacks_float64
 from syncbn_cuda._collective import all_reduce, serves_cpu
+from syncbn_cuda._composite import buffered_statistics
 from syncbn_cuda._library import kernels_for
 from syncbn_cuda._lockstep import Lockstep
 from syncbn_cuda._tensors import dense
@@ -152,10 +153,8 @@ def write(layer: _BatchNorm, total: Tensor) -> None:
 
     It asks the device nothing.
     """
-    sums, squares, count = total.split([layer.num_features, layer.num_features, 1])
-    mean = sums / count
-    var = (squares / count - mean * mean).clamp(min=0) * (count / (count - 1).clamp(min=1))
-    for buffer, value in zip(buffers_of(layer), (mean, var), strict=True):
+    *statistics, count = buffered_statistics(total)
+    for buffer, value in zip(buffers_of(layer), statistics, strict=True):
         buffer.copy_(torch.where(count > 0, value, buffer.to(total.device).double()))
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_cuda import _running
 from syncbn_cuda._collective import hold_group, resolve_group
-from syncbn_cuda._exchange import gather_or_raise, is_distributed
+from syncbn_cuda._exchange import gather_or_raise, own_rank
 from syncbn_cuda._lockstep import Lockstep, Peers, peers_of
 from syncbn_cuda.report import is_synchronized
 
@@ -101,7 +101,7 @@ def reduce_running_stats(
     given = [one.weight for one in told.values()]
     if None in given and any(weight is not None for weight in given):
         raise ValueError(f"{caller}: expected count on every rank or on none, got {given}")
-    rank = dist.get_rank()
+    rank = own_rank()
     averaged: list[tuple[_BatchNorm, Tensor]] = []
     for i, layer in enumerate(layers.values()):
         weights = {
@@ -201,7 +201,7 @@ def recompute_running_stats(
                     peers = peers_of(layer)
                     if peers is not None:
                         synchronised[layer] = peers
-            alone = (dist.get_rank() if is_distributed() else 0,)
+            alone = (own_rank(),)
             pool = alone if group is None else tuple(dist.get_process_group_ranks(group))
             return _Pass(_running.signatures(layers), pool, set(synchronised.values()))
 

@@ -113,6 +113,11 @@ def backward(
     return total
 
 
+def _keeping_random_numbers(device: torch.device) -> AbstractContextManager:
+    """Brings the generators back that a step may draw from which is thrown away."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
 def step_alone(
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -133,7 +138,7 @@ def step_alone(
     pixels = torch.ones((), device=device)  # their number has no part in how long it takes
 
     def step() -> None:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with _keeping_random_numbers(device):
             backward(net, batches, pixels, 1, device=device, autocast=autocast)
         optimizer.step()
 
@@ -150,7 +155,7 @@ def warm_up(
     """Makes a first forward and backward on blank images, and undoes what they change.
 
     After its first backward DistributedDataParallel divides the gradients into other buckets, in
-    the order in which they came. The place in a bucket decides in which order four or more ranks
+    the order in which they came. The place in a bucket decides in which order three or more ranks
     are summed, hence how the sum is rounded. With this step thrown away, all steps of a run have
     the same buckets, also the first after a checkpoint; else no resumed run would be bit for bit
     the undisturbed one.
@@ -158,7 +163,7 @@ def warm_up(
     buffers = [buffer.clone() for buffer in model.buffers()]
     blank = torch.zeros(shape), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
     pixels = torch.ones((), device=device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with _keeping_random_numbers(device):
         backward(model, [blank], pixels, 1, device=device, autocast=autocast)
     model.zero_grad()
     with torch.no_grad():

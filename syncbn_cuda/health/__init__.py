@@ -12,7 +12,7 @@ from syncbn_cuda.health.launch import data_parallel, lonely, shared_gpus
 from syncbn_cuda.health.layers import conflicts, layer_table, unsynchronised
 from syncbn_cuda.health.loader import loader_facts, loader_findings, loader_note
 from syncbn_cuda.health.report import Finding, HealthReport, LayerHealth, VerificationError
-from syncbn_cuda.health.trial import trial_note, try_groups
+from syncbn_cuda.health.trial import try_groups
 
 __all__ = ["Finding", "HealthReport", "LayerHealth", "VerificationError", "verify"]
 
@@ -82,14 +82,15 @@ def verify(
         *data_parallel(ranks),
         *loader_findings(ranks),
     ]
-    failures = [] if unsafe else try_groups(ranks, model)
-    if unsafe:
-        trial = "trial forward: not made, as ranks could hang in it or disagree"
-    else:
-        trial = "trial forward: went wrong" if failures else trial_note(ranks)
+    failures: list[Finding] = []
+    trial = "not made, as ranks could hang in it or disagree"
+    if not unsafe:
+        failures, trial = try_groups(ranks, model)
     world = f"ranks: {len(ranks)}" if is_distributed() else "ranks: this process alone"
     report = HealthReport(
-        [*findings, *failures], layer_table(ranks), [world, loader_note(ranks), trial]
+        [*findings, *failures],
+        layer_table(ranks),
+        [world, loader_note(ranks), f"trial forward: {trial}"],
     )
     if raise_on_error and report.findings:
         raise VerificationError(report)

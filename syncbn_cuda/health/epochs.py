@@ -10,9 +10,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch.distributed as dist
-
-from syncbn_cuda._exchange import is_distributed
+from syncbn_cuda._exchange import own_rank
 
 REMEDY = "call sampler.set_epoch(epoch) before each epoch"
 
@@ -24,7 +22,7 @@ class WatchedEpoch(int):
 
     def __radd__(self, seed: int) -> int:
         self.orders += 1
-        if self.orders == 2 and (not is_distributed() or dist.get_rank() == 0):
+        if self.orders == 2 and own_rank() == 0:
             warnings.warn(
                 f"DistributedSampler: the second epoch has the order of the first: {REMEDY}",
                 stacklevel=2,

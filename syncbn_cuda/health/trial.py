@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncbn_cuda._exchange import gather, is_distributed
+from syncbn_cuda._exchange import gather, own_rank
 from syncbn_cuda.health.facts import LayerFacts, RankFacts, device_of, dtype_of, layers_of
 from syncbn_cuda.health.report import Finding, differing, on
 from syncbn_cuda.module import FastSyncBatchNorm
@@ -42,49 +41,46 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def try_groups(ranks: Sequence[RankFacts], model: nn.Module) -> list[Finding]:
-    """Runs every trial; returns those that failed. A collective, for ranks without conflicts."""
-    trials = _trials(ranks)
-    own = ranks[dist.get_rank() if is_distributed() else 0]
+def try_groups(ranks: Sequence[RankFacts], model: nn.Module) -> tuple[list[Finding], str]:
+    """Runs every trial; returns those that failed, and what became of all of them, in a line.
+
+    A collective, for ranks without conflicts.
+    """
+    trials: dict[Trial, dict[str, LayerFacts]] = {}  # with the layers that share each
+    for facts in ranks:
+        for layer in facts.layers:
+            if (trial := _trial_of(layer)) is not None:
+                trials.setdefault(trial, {}).setdefault(layer.name, layer)
+    if not trials:
+        return [], "none, as no layer of this package is synchronised"
+    own = own_rank()
     layers = {name: layer for name, layer, _ in layers_of(model)}
     outcomes: dict[Trial, Outcome] = {}
-    for trial in trials:  # in one order on all ranks, so that no two wait for each other
-        mine = [facts for facts in own.layers if _trial_of(facts) == trial]
-        if mine:
-            channels = min(mine[0].channels or 1, _CHANNELS)
-            outcomes[trial] = _run(trial, own.rank, channels, layers[mine[0].name], model)
+    for trial, sharing in trials.items():  # in one order on all ranks, so that no two wait
+        if own in trial.ranks:
+            first = next(iter(sharing.values()))
+            channels = min(first.channels or 1, _CHANNELS)
+            outcomes[trial] = _run(trial, own, channels, layers[first.name], model)
     gathered = gather(outcomes)
     found = []
-    for trial in trials:
+    for trial, sharing in trials.items():
         of_trial = {rank: gathered[rank][trial] for rank in trial.ranks}
-        names = tuple(f.name for f in ranks[trial.ranks[0]].layers if _trial_of(f) == trial)
         problem = f"a trial forward over {on(trial.ranks)} went wrong"
         wrong = {rank: outcome.wrong for rank, outcome in of_trial.items() if outcome.wrong}
         bits = {rank: outcome.bits for rank, outcome in of_trial.items()}
         if wrong:
             told = "; ".join(f"{text} on rank {rank}" for rank, text in wrong.items())
-            found.append(Finding(f"{problem}: {told}", names, tuple(wrong), _REMEDY))
+            found.append(Finding(f"{problem}: {told}", tuple(sharing), tuple(wrong), _REMEDY))
         else:
             apart = differing(bits, problem, _REMEDY, lambda _: "bits of its own")
-            found += [finding._replace(layers=names) for finding in apart]
-    return found
-
-
-def trial_note(ranks: Sequence[RankFacts]) -> str:
-    """Returns what the trials were, in a line."""
-    groups = _trials(ranks)
-    layers = dict.fromkeys(f.name for facts in ranks for f in facts.layers if _trial_of(f))
-    if not groups:
-        return "trial forward: none, as no layer of this package is synchronised"
-    return (
-        f"trial forward: {len(groups)} for {len(layers)} layers, on data that differ by rank: the "
+            found += [finding._replace(layers=tuple(sharing)) for finding in apart]
+    if found:
+        return found, "went wrong"
+    names = {name for sharing in trials.values() for name in sharing}
+    return [], (
+        f"{len(trials)} for {len(names)} layers, on data that differ by rank: the "
         "statistics are right, and the same bits on all ranks of a group"
     )
-
-
-def _trials(ranks: Sequence[RankFacts]) -> list[Trial]:
-    trials = (_trial_of(layer) for facts in ranks for layer in facts.layers)
-    return list(dict.fromkeys(trial for trial in trials if trial is not None))
 
 
 def _trial_of(layer: LayerFacts) -> Trial | None:
