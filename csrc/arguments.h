@@ -11,7 +11,7 @@ struct StatsArgs {
   ScalarType dtype;
   Layout layout;
   const void* input;  // x
-  double* stats;      // [2C + 1], written: sum, sum of squares, count
+  double* stats;      // [4C + 1], written: message.h
 };
 
 struct ElemtArgs {
@@ -19,7 +19,7 @@ struct ElemtArgs {
   Layout layout;
   const void* input;    // x
   void* output;         // y, written
-  const double* stats;  // [2C + 1], reduced
+  const double* stats;  // [4C + 1], reduced
   double eps;
   ChannelVector weight, bias;
   Running running;  // updated where present
@@ -30,7 +30,7 @@ struct BackwardReduceArgs {
   Layout layout;
   const void* grad_out;  // dy
   const void* input;     // x
-  const double* stats;   // [2C + 1], reduced
+  const double* stats;   // [4C + 1], reduced
   double eps;
   double* sums;                          // [2C], written: sum dy, sum dy * (x - mean)
   ChannelVector grad_weight, grad_bias;  // written where present, from this rank's values
@@ -42,7 +42,7 @@ struct BackwardElemtArgs {
   const void* grad_out;  // dy
   const void* input;     // x
   void* grad_input;      // dx, written
-  const double* stats;   // [2C + 1], reduced
+  const double* stats;   // [4C + 1], reduced
   const double* sums;    // [2C], reduced
   double eps;
   ChannelVector weight;

@@ -2,7 +2,7 @@
 // outputs, hand plain pointers to the device's kernels. `Backend` has one static function a step,
 // each taking the device index and the arguments of arguments.h:
 //
-//   stats            reads x                 writes the message [2C + 1]
+//   stats            reads x                 writes the message [4C + 1]
 //   elemt            reads x, the message    writes y and the running buffers
 //   backward_reduce  reads dy, x             writes [2C], the gradients of weight and bias
 //   backward_elemt   reads dy, x, [2C]       writes dx
@@ -36,7 +36,7 @@ Tensor batch_norm_stats(const Tensor& input, const std::optional<Tensor>& weight
   checks.channels(running_mean, "running_mean", layout.C);
   checks.channels(running_var, "running_var", layout.C);
   checks.counter(num_batches_tracked, "num_batches_tracked");
-  Tensor stats = allocate_vector(2 * layout.C + 1, ScalarType::Double, input);
+  Tensor stats = allocate_vector(message_size(layout.C), ScalarType::Double, input);
   Backend::stats(input.get_device_index(), {checks.dtype(), layout, input.const_data_ptr(),
                                             static_cast<double*>(stats.mutable_data_ptr())});
   return stats;
@@ -48,7 +48,7 @@ template <typename Backend>
 Tensor elemt(const Checks& checks, const Tensor& input, const Tensor& stats,
              const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
              const Layout& layout, const Running& running) {
-  const double* message = checks.message(stats, "stats", 2 * layout.C + 1);
+  const double* message = checks.message(stats, "stats", message_size(layout.C));
   const ChannelVector w = checks.channels(weight, "weight", layout.C);
   const ChannelVector b = checks.channels(bias, "bias", layout.C);
   Tensor output = allocate_like(input);
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   const Checks checks("batch_norm_backward_reduce", input);
   const Layout layout = checks.input();
   checks.like_input(grad_out, "grad_out", layout);
-  const double* message = checks.message(stats, "stats", 2 * layout.C + 1);
+  const double* message = checks.message(stats, "stats", message_size(layout.C));
   const ScalarType dtype = checks.dtype();
   const ScalarType weight_dtype = weight_like_input ? dtype : ScalarType::Float;
   const ScalarType bias_dtype = bias_like_input ? dtype : ScalarType::Float;
@@ -124,7 +124,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_out, const Tensor& input, co
   const Checks checks("batch_norm_backward_elemt", input);
   const Layout layout = checks.input();
   checks.like_input(grad_out, "grad_out", layout);
-  const double* message = checks.message(stats, "stats", 2 * layout.C + 1);
+  const double* message = checks.message(stats, "stats", message_size(layout.C));
   const double* reduced = checks.message(sums, "sums", 2 * layout.C);
   const ChannelVector w = checks.channels(weight, "weight", layout.C);
   Tensor grad_input = allocate_like(input);

@@ -5,9 +5,6 @@
 // the device; the host files are compiled with -ffp-contract=off), true divisions, and a correctly
 // rounded square root rather than rsqrt.
 //
-// The message is float64 [2C + 1]: the sums of all channels, then their sums of squares, then the
-// count of values a channel, each summed over the ranks (Ioffe & Szegedy 2015, over the global
-// batch). The variance is E[x^2] - E[x]^2, which loses about 2^-52 mean^2 in float64.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -17,11 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#ifdef __CUDACC__
-#define SYNCBN_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define SYNCBN_HOST_DEVICE inline
-#endif
+#include "message.h"
 
 namespace syncbn {
 
@@ -30,22 +23,6 @@ using torch::headeronly::ScalarType;
 // Statistics and gradients of float64 input are float64, of everything narrower float32.
 template <typename scalar_t>
 using acc_type = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-
-SYNCBN_HOST_DEVICE double mul_rn(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-
-SYNCBN_HOST_DEVICE double add_rn(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
 
 SYNCBN_HOST_DEVICE float inverse_sqrt(float v) {
 #ifdef __CUDA_ARCH__
@@ -114,40 +91,8 @@ struct ChannelVector {
   }
 };
 
-// The count, the sum and the sum of squares of some values about a pivot, seen from another pivot
-// that lies `delta` below. About one of the data's own values a large mean cancels nothing; delta =
-// pivot gives the raw sums.
-struct Sums {
-  double first = 0;   // sum of x - pivot; in backward, of dy
-  double second = 0;  // sum of (x - pivot)^2; in backward, of dy * (x - mean)
-};
-
-SYNCBN_HOST_DEVICE Sums rebase(double count, double sum, double sumsq, double delta) {
-  const double shift = mul_rn(count, delta);
-  return {add_rn(sum, shift), add_rn(sumsq, mul_rn(delta, add_rn(add_rn(sum, sum), shift)))};
-}
-
-struct Moments {
-  double mean;
-  double var;  // biased
-  double count;
-};
-
-SYNCBN_HOST_DEVICE double unbiased(const Moments& m) {
-  return mul_rn(m.var, m.count / (m.count > 2 ? m.count - 1 : 1));
-}
-
-SYNCBN_HOST_DEVICE Moments moments(const double* stats /* [2C + 1] */, int64_t C, int64_t c) {
-  const double count = stats[2 * C];
-  const double divisor = count > 0 ? count : 1;  // no value in the whole group: all sums are 0
-  const double mean = stats[c] / divisor;
-  const double var = add_rn(stats[C + c] / divisor, -mul_rn(mean, mean));
-  // Rounding can leave a variance of 0 slightly negative. NaN is no less than 0 and stays.
-  return {mean, var < 0 ? 0 : var, count};
-}
-
-// What the kernels normalise with. For input narrower than float64 the mean is a pair of float32:
-// a single one would be off by 2^-24 mean, which counts once mean / std is large.
+// What the kernels normalise with. The mean is a pair: a single number would be off by 2^-24 mean,
+// or 2^-53 mean for float64 input, which counts once mean / std is large.
 template <typename acc_t>
 struct ChannelStats {
   acc_t mean_high, mean_low, invstd;
@@ -156,11 +101,11 @@ struct ChannelStats {
 };
 
 template <typename acc_t>
-SYNCBN_HOST_DEVICE ChannelStats<acc_t> channel_stats(const double* stats /* [2C + 1] */, int64_t C,
+SYNCBN_HOST_DEVICE ChannelStats<acc_t> channel_stats(const double* stats /* [4C + 1] */, int64_t C,
                                                      int64_t c, double eps) {
   const Moments m = moments(stats, C, c);
   const acc_t high = static_cast<acc_t>(m.mean);
-  const acc_t low = static_cast<acc_t>(add_rn(m.mean, -static_cast<double>(high)));
+  const acc_t low = static_cast<acc_t>(add_rn(add_rn(m.mean, -static_cast<double>(high)), m.mean_low));
   // An infinite mean would give low = Inf - Inf = NaN where BatchNorm's output is NaN as well.
   return {high, low, inverse_sqrt(static_cast<acc_t>(add_rn(m.var, eps)))};
 }
@@ -198,7 +143,7 @@ SYNCBN_HOST_DEVICE InputGrad<acc_t> input_grad(const double* stats, const double
                                                int64_t C, int64_t c, double eps,
                                                const ChannelVector& weight) {
   const ChannelStats<acc_t> s = channel_stats<acc_t>(stats, C, c, eps);
-  const double count = stats[2 * C];
+  const double count = message_count(stats, C);
   const double invstd = s.invstd;
   return {s, static_cast<acc_t>(sums[c] / count),
           static_cast<acc_t>(mul_rn(sums[C + c] / count, mul_rn(invstd, invstd))),

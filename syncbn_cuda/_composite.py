@@ -20,39 +20,84 @@ def _per_channel(values: Tensor, input: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (input.dim() - 2))
 
 
-def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits the message [2C + 1] into mean and biased variance (C) and the count of values."""
+def _upper(values: Tensor) -> Tensor:
+    """Returns the upper 26 bits as constants, whose products are exact; 0 for NaN and Inf."""
+    values = values.detach()
+    scaled = values * (2.0**27 + 1)  # Veltkamp's splitting
+    upper = scaled - (scaled - values)
+    return torch.where(upper.isfinite(), upper, 0.0)
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a sum and what its rounding has lost."""
+    total = a + b
+    of_b = total - a
+    lost = (a - (total - of_b)) + (b - of_b)
+    return total, torch.where(total.isfinite(), lost, 0.0)
+
+
+def _split(exact: Tensor, rest: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns exact + rest, a sum of some values, as the high and low part of csrc/message.h."""
+    grid = exact.abs() / max(count, 1) * 2.0**32
+    high = (exact + grid) - grid
+    return high, (exact - high) + rest
+
+
+def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Splits the message into mean, as a pair to be added, and biased variance (C), and count."""
     count = stats[-1]
     # Without a value in the whole group all sums are 0, and so are mean and variance.
-    mean, mean_sq = (stats[:-1] / count.clamp(min=1)).view(2, -1)
+    divisor = count.clamp(min=1)
+    high, low = stats[:-1].view(2, 2, -1)
+    (total, square), (total_low, square_low) = _two_sum(high, low)
+    mean = _upper(total / divisor)
+    upper_count, upper_total = _upper(divisor), _upper(total)
+    # The sums about this mean, so near to the mean that they lose nothing. The products are exact,
+    # and the first differences (nearly) cancel.
+    first = total - upper_count * mean - (divisor - upper_count) * mean + total_low
+    rest = square_low - mean * (total_low + first)
+    second = square - upper_total * mean - (total - upper_total) * mean + rest
+    offset = first / divisor
     # Rounding can leave a variance of 0 slightly negative; clamp lets NaN pass.
-    return mean, (mean_sq - mean * mean).clamp(min=0), count
+    return mean, offset, (second / divisor - offset * offset).clamp(min=0), count
 
 
 def buffered_statistics(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Splits the message into what running buffers hold, mean and unbiased variance, and count."""
-    mean, var, count = _moments(stats)
-    return mean, var * (count / (count - 1).clamp(min=1)), count
+    mean, offset, var, count = _moments(stats)
+    return mean + offset, var * (count / (count - 1).clamp(min=1)), count
 
 
-def _centred(input: Tensor, mean: Tensor) -> Tensor:
-    return input.double() - _per_channel(mean, input)
+def _centred(input: Tensor, mean: Tensor, offset: Tensor) -> Tensor:
+    return input.double() - _per_channel(mean, input) - _per_channel(offset, input)
 
 
 def batch_norm_stats(input: Tensor, *_: Tensor | None) -> Tensor:
-    """Returns the message: float64 [2C + 1], sums, sums of squares, and the count a channel."""
+    """Returns the message: float64 [4C + 1], see csrc/message.h.
+
+    High parts of the sums and of the sums of squares, their low parts, and the count a channel.
+    """
     values = input.double()
     dims = _reduced_dims(input)
-    count = values.new_full((1,), input.numel() // input.shape[1])
-    return torch.cat([values.sum(dims), (values * values).sum(dims), count])
+    count = input.numel() // input.shape[1]
+    # The sums about an origin that has few bits and is near the mean.
+    origin = _upper(values.mean(dims))
+    centred = values - _per_channel(origin, input)
+    first = centred.sum(dims)
+    square = origin * origin
+    upper = _upper(square)
+    rest = count * (square - upper) + 2 * origin * first + (centred * centred).sum(dims)
+    sum_high, sum_low = _split(count * origin, first, count)
+    square_high, square_low = _split(count * upper, rest, count)
+    return torch.cat([sum_high, square_high, sum_low, square_low, values.new_full((1,), count)])
 
 
 def batch_norm_elemt(
     input: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Returns (input - mean) / sqrt(var + eps) * weight + bias, in the input's type and format."""
-    mean, var, _ = _moments(stats)
-    output = _centred(input, mean) * _per_channel((var + eps).rsqrt(), input)
+    mean, offset, var, _ = _moments(stats)
+    output = _centred(input, mean, offset) * _per_channel((var + eps).rsqrt(), input)
     if weight is not None:
         output = output * _per_channel(weight.double(), input)
     if bias is not None:
@@ -108,10 +153,10 @@ def batch_norm_backward_reduce(
 
     These are float32, or each of the input's type where it is asked for.
     """
-    mean, var, _ = _moments(stats)
+    mean, offset, var, _ = _moments(stats)
     dims = _reduced_dims(input)
     sum_dy = grad_out.double().sum(dims)
-    sum_dy_xmu = (grad_out.double() * _centred(input, mean)).sum(dims)
+    sum_dy_xmu = (grad_out.double() * _centred(input, mean, offset)).sum(dims)
     grad_weight = sum_dy_xmu * (var + eps).rsqrt()
     return (
         torch.cat([sum_dy, sum_dy_xmu]),
@@ -129,11 +174,12 @@ def batch_norm_backward_elemt(
     eps: float,
 ) -> Tensor:
     """Returns the gradient of the input, in its type and memory format."""
-    mean, var, count = _moments(stats)
+    mean, offset, var, count = _moments(stats)
     invstd = (var + eps).rsqrt()
     mean_dy, mean_dy_xmu = (sums / count).view(2, -1)
     scale = invstd if weight is None else invstd * weight.double()
     slope = _per_channel(mean_dy_xmu * invstd * invstd, input)
     centred_dy = grad_out.double() - _per_channel(mean_dy, input)
-    grad_input = (centred_dy - _centred(input, mean) * slope) * _per_channel(scale, input)
+    centred = _centred(input, mean, offset)
+    grad_input = (centred_dy - centred * slope) * _per_channel(scale, input)
     return grad_input.to(input.dtype)

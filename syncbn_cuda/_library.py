@@ -229,7 +229,7 @@ def register_fakes(namespace: str) -> None:
 
     @fake("batch_norm_stats")
     def stats(input: Tensor, *_: Any) -> Tensor:
-        return input.new_empty(2 * input.shape[1] + 1, dtype=torch.float64)
+        return input.new_empty(4 * input.shape[1] + 1, dtype=torch.float64)
 
     @fake("batch_norm_elemt")
     def elemt(input: Tensor, *_: Any) -> Tensor:

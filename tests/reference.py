@@ -69,3 +69,16 @@ def running(old_mean, old_var, batch: Forward, factor: float) -> tuple[np.ndarra
         (1 - factor) * np.asarray(old_mean, np.float64) + factor * batch.mean,
         (1 - factor) * np.asarray(old_var, np.float64) + factor * unbiased,
     )
+
+
+def message(values: np.ndarray) -> np.ndarray:
+    """Returns the message of values [C, count]: their sums, all in the high parts."""
+    sums = np.array([*values.sum(1), *(values**2).sum(1)])
+    return np.array([*sums, *np.zeros_like(sums), values.shape[1]])
+
+
+def split_message(stats: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the sums and the sums of squares of a message, [C] each, and its count."""
+    high, low = np.split(stats[:-1], 2)
+    sums, squares = np.split(high + low, 2)
+    return sums, squares, stats[-1]

@@ -3,6 +3,10 @@
 //   stats             sum and sum of squares of x - pivot
 //   backward_reduce   sum of dy and of dy * ((x - mean_high) - mean_low)
 //
+// Some rows are added up at a time, then their sum goes to a total that remembers what its rounding
+// loses: as good as a sum in float64. (A plain sum of hundreds of squares loses more than random
+// roundings would, all to the same side, where the values lie on a grid as those far from 0 do.)
+//
 // A lane of stats subtracts a pivot of its own from its values, the median of three means of the
 // first: near the data, so that a large mean cancels nothing (of one value alone, every 4 sigma off
 // would cost a digit), and blind to a lone outlier, which would otherwise cost the whole lane its
@@ -55,12 +59,70 @@ struct Weighted {
   }
 };
 
+// A sum, and what its roundings have lost.
+template <typename scalar_t>
+struct Total {
+  Pack<scalar_t> sum, lost;
+
+  SYNCBN_INLINE void begin(const Pack<scalar_t>& part) {
+    sum = part;
+    lost = {};
+  }
+
+  SYNCBN_INLINE void add(const Pack<scalar_t>& part) {
+    const Pack<scalar_t> next = sum + part;
+    lost += part - (next - sum);
+    sum = next;
+  }
+};
+
+template <typename scalar_t>
+struct Totals {
+  Total<scalar_t> first, second;
+};
+
+// The two sums of the rows at hand. With more than a few rows they are settled, again and again,
+// by moving them to totals: `settled` says whether that has happened before.
+template <typename scalar_t>
+struct TwoSums {
+  Pack<scalar_t> first, second;
+
+  SYNCBN_INLINE void clear() { first = second = {}; }
+
+  SYNCBN_INLINE void settle(bool settled, Totals<scalar_t>& totals) {
+    if (settled) {
+      totals.first.add(first);
+      totals.second.add(second);
+    } else {
+      totals.first.begin(first);
+      totals.second.begin(second);
+    }
+    clear();
+  }
+
+  template <typename Lanes>
+  SYNCBN_INLINE void save(int64_t lane, Totals<scalar_t>& totals, Lanes& lanes) {
+    if (!lanes.settled) {
+      store_lanes(lanes.first + lane, first);
+      store_lanes(lanes.second + lane, second);
+      return;
+    }
+    settle(true, totals);
+    // What an infinite sum has lost is NaN, and no part of it.
+    store_lanes(lanes.first + lane, totals.first.sum);
+    store_lanes(lanes.first_lost + lane, not_nan(totals.first.lost));
+    store_lanes(lanes.second + lane, totals.second.sum);
+    store_lanes(lanes.second_lost + lane, not_nan(totals.second.lost));
+  }
+};
+
 template <typename scalar_t>
 struct Stats {
   static constexpr int kCount = 0;
   static constexpr bool kPivot = true;
 
-  Pack<scalar_t> pivot, sum, sumsq;
+  Pack<scalar_t> pivot;
+  TwoSums<scalar_t> sums;
 
   template <typename Source>
   SYNCBN_INLINE void set(const Source&) {}
@@ -68,27 +130,20 @@ struct Stats {
   SYNCBN_INLINE void open(const Values<scalar_t>& values, int64_t offset, int64_t rows,
                           int64_t row_stride) {
     find_pivot(values.input + offset, rows, row_stride, pivot);
-    sum = sumsq = {};
+    sums.clear();
   }
 
   template <typename Counting = All>
   SYNCBN_INLINE void add(const Values<scalar_t>& values, int64_t offset,
                          const Counting& counting = {}) {
     const Pack<scalar_t> value = counting(load(values.input + offset) - pivot);
-    sum += value;
-    sumsq += value * value;
-  }
-
-  SYNCBN_INLINE void take_sums(const Stats& other) {
-    sum = other.sum;
-    sumsq = other.sumsq;
+    sums.first += value;
+    sums.second += value * value;
   }
 
   template <typename Lanes>
-  SYNCBN_INLINE void save(int64_t lane, Lanes& lanes) const {
+  SYNCBN_INLINE void save_pivot(int64_t lane, Lanes& lanes) const {
     store_lanes(lanes.pivot + lane, pivot);
-    store_lanes(lanes.first + lane, sum);
-    store_lanes(lanes.second + lane, sumsq);
   }
 };
 
@@ -97,7 +152,8 @@ struct BackwardReduce {
   static constexpr int kCount = 2;
   static constexpr bool kPivot = false;
 
-  Pack<scalar_t> mean_high, mean_low, sum_dy, sum_dy_xmu;
+  Pack<scalar_t> mean_high, mean_low;
+  TwoSums<scalar_t> sums;
 
   template <typename Source>
   SYNCBN_INLINE void set(const Source& coefficient) {
@@ -105,28 +161,18 @@ struct BackwardReduce {
     mean_low = coefficient(1);
   }
 
-  SYNCBN_INLINE void open(const Values<scalar_t>&, int64_t, int64_t, int64_t) {
-    sum_dy = sum_dy_xmu = {};
-  }
+  SYNCBN_INLINE void open(const Values<scalar_t>&, int64_t, int64_t, int64_t) { sums.clear(); }
 
   template <typename Counting = All>
   SYNCBN_INLINE void add(const Values<scalar_t>& values, int64_t offset,
                          const Counting& counting = {}) {
     const Pack<scalar_t> grad = load(values.grad_out + offset);
-    sum_dy += counting(grad);
-    sum_dy_xmu += counting(grad * ((load(values.input + offset) - mean_high) - mean_low));
-  }
-
-  SYNCBN_INLINE void take_sums(const BackwardReduce& other) {
-    sum_dy = other.sum_dy;
-    sum_dy_xmu = other.sum_dy_xmu;
+    sums.first += counting(grad);
+    sums.second += counting(grad * ((load(values.input + offset) - mean_high) - mean_low));
   }
 
   template <typename Lanes>
-  SYNCBN_INLINE void save(int64_t lane, Lanes& lanes) const {
-    store_lanes(lanes.first + lane, sum_dy);
-    store_lanes(lanes.second + lane, sum_dy_xmu);
-  }
+  SYNCBN_INLINE void save_pivot(int64_t, Lanes&) const {}
 };
 
 }  // namespace syncbn::cpu::SYNCBN_CAPABILITY

@@ -21,17 +21,17 @@ static bool moves_running(const ElemtArgs& args) {
       return false;
     }
   }
-  return args.running.present() && args.stats[2 * C] > 0;
+  return args.running.present() && message_count(args.stats, C) > 0;
 }
 
 struct Cpu {
   static void stats(int /* device_index */, const StatsArgs& args) {
     const int64_t C = args.layout.C;
-    args.stats[2 * C] = static_cast<double>(args.layout.rows());
     if (args.layout.numel() == 0) {
-      std::fill_n(args.stats, 2 * C, 0.0);
+      std::fill_n(args.stats, message_size(C), 0.0);
       return;
     }
+    args.stats[message_size(C) - 1] = static_cast<double>(args.layout.rows());
     const cpu::TypeKernels& kernels = cpu::kernels_for(args.dtype);
     const cpu::Tensors tensors(args.layout, args.dtype, args.input, nullptr, nullptr);
     const cpu::Plan plan = cpu::reduce_plan(tensors.operands, kernels);

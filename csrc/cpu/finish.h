@@ -23,7 +23,7 @@ SYNCBN_INLINE void with_known_type(const ChannelVector& a, const ChannelVector& 
   }
 }
 
-// The raw sums of channels begin to end, from partial ones about a pivot of each part.
+// The message's channels begin to end, from partial sums about a pivot of each part.
 inline void finish_stats(const Plan& plan, const double* partials /* [parts, 3, C] */,
                          const StatsArgs& args, int64_t begin, int64_t end) {
   const int64_t C = plan.C;
@@ -45,9 +45,7 @@ inline void finish_stats(const Plan& plan, const double* partials /* [parts, 3, 
   const double count = static_cast<double>(plan.N * plan.S);
 #pragma GCC ivdep
   for (int64_t c = begin; c < end; ++c) {
-    const Sums sums = rebase(count, sum[c], sumsq[c], pivot[c]);
-    sum[c] = sums.first;
-    sumsq[c] = sums.second;
+    write_sums(args.stats, C, c, count, pivot[c], {sum[c], sumsq[c]});
   }
 }
 

@@ -13,7 +13,10 @@ struct LaneSums {
   static constexpr int64_t room = kLanes + 2 * kVec<acc_t>;  // the last pack may begin at any lane
   alignas(64) acc_t pivot[room];
   alignas(64) acc_t first[room];
+  alignas(64) acc_t first_lost[room];
   alignas(64) acc_t second[room];
+  alignas(64) acc_t second_lost[room];
+  bool settled;  // whether there are totals, and with them what they have lost
 };
 
 // A value for each lane, or with step 0 one for all.
@@ -57,20 +60,32 @@ SYNCBN_INLINE void gather(const Tile& tile, const double* lanes, double* sums /*
 
 // The sums of `width` lanes, each of which has added `count` values, in float64; about the
 // channels' pivots, if there are any.
-template <bool kPivot, typename Lanes>
+template <bool kPivot, bool kSettled, typename Lanes>
 SYNCBN_INLINE void widen_lanes(const Lanes& lanes, int64_t width, PerLane count, PerLane pivot,
                                double* first, double* second) {
 #pragma GCC ivdep
   for (int64_t l = 0; l < width; ++l) {
+    first[l] = lanes.first[l];
+    second[l] = lanes.second[l];
+    if constexpr (kSettled) {
+      first[l] += lanes.first_lost[l];
+      second[l] += lanes.second_lost[l];
+    }
     if constexpr (kPivot) {
-      const Sums moved =
-          rebase(count[l], lanes.first[l], lanes.second[l], lanes.pivot[l] - pivot[l]);
+      const Sums moved = rebase(count[l], first[l], second[l], lanes.pivot[l] - pivot[l]);
       first[l] = moved.first;
       second[l] = moved.second;
-    } else {
-      first[l] = lanes.first[l];
-      second[l] = lanes.second[l];
     }
+  }
+}
+
+template <bool kPivot, typename Lanes>
+SYNCBN_INLINE void widen(const Lanes& lanes, int64_t width, PerLane count, PerLane pivot,
+                         double* first, double* second) {
+  if (lanes.settled) {
+    widen_lanes<kPivot, true>(lanes, width, count, pivot, first, second);
+  } else {
+    widen_lanes<kPivot, false>(lanes, width, count, pivot, first, second);
   }
 }
 
@@ -94,7 +109,7 @@ __attribute__((noinline)) void flush_tile(const Tile& tile,
     spread(tile, static_cast<const double*>(partial), pivots);
     pivot = pivots;
   }
-  widen_lanes<kPivot>(lanes, tile.width, count, {pivot, 1}, sum, second);
+  widen<kPivot>(lanes, tile.width, count, {pivot, 1}, sum, second);
   gather(tile, sum, sums);
   gather(tile, second, sums + C);
 }
@@ -111,7 +126,7 @@ SYNCBN_INLINE void flush_plane(int64_t c, const LaneSums<acc_t, kLanes>& lanes, 
     sums[c] = sums[C + c] = 0;
   }
   alignas(64) double sum[kLanes], second[kLanes];
-  widen_lanes<kPivot>(lanes, kLanes, count, {partial + c, 0}, sum, second);
+  widen<kPivot>(lanes, kLanes, count, {partial + c, 0}, sum, second);
   sums[c] += sum_run(sum, kLanes);
   sums[C + c] += sum_run(second, kLanes);
 }

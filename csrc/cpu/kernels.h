@@ -41,7 +41,7 @@ struct Operands {
 // What the coefficients of a call are derived from, and where they go.
 struct Channels {
   int64_t C;
-  const double* stats;  // [2C + 1], reduced
+  const double* stats;  // [4C + 1], reduced
   const double* sums;   // [2C], reduced
   double eps;
   const void *weight, *bias;  // acc_t [C]

@@ -10,6 +10,9 @@
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
+// Between two additions to the totals. Of 16-bit values, a plain sum is exact enough.
+template <typename scalar_t>
+constexpr int64_t kBlockRows = sizeof(scalar_t) == 2 ? kReduceRows : 16;
 constexpr int64_t kShortRow = 256;  // several of them side by side elude the hardware's prefetch
 
 // How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once
@@ -48,23 +51,39 @@ void reduce_planes(const Operands& operands, const Box& box) {
   const int64_t tail_packs = (box.s1 - box.s0 - full) / pack;
   const int64_t tail_values = (box.s1 - box.s0 - full) % pack;
   const bool has_tail = tail_packs + tail_values > 0;
+  constexpr int64_t block = kBlockRows<scalar_t>;
   Counts<acc_t, lanes> counts;
   counts.weigh(0, tail_packs * pack);
   counts.weigh((tail_packs + 1) * pack - tail_values, (tail_packs + (tail_values > 0)) * pack);
 
   for (int64_t c = box.c0; c < box.c1; ++c) {
     Op ops[kPacks];
+    Totals<scalar_t> totals[kPacks];
+    int64_t pending = 0;  // rows whose sums are not yet in the totals
+    bool settled = false;
+    const auto settle = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kPacks; ++j) {
+        ops[j].sums.settle(settled, totals[j]);
+      }
+      pending = 0;
+      settled = true;
+    };
     const auto open = [&](int64_t offset, int64_t rows) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kPacks; ++j) {
         ops[j].open(values, offset + j * pack, rows, lanes);
       }
+      pending = 0;
+      settled = false;
     };
     const auto flush = [&](int64_t rows, int64_t tails, bool first) __attribute__((always_inline)) {
       LaneSums<acc_t, lanes> sums;
+      sums.settled = settled;
 #pragma GCC unroll 4
       for (int j = 0; j < kPacks; ++j) {
-        ops[j].save(j * pack, sums);
+        ops[j].save_pivot(j * pack, sums);
+        ops[j].sums.save(j * pack, totals[j], sums);
       }
       flush_plane<Op::kPivot>(c, sums, counts.per_lane(rows, tails), first, box.partial,
                               operands.C);
@@ -87,8 +106,13 @@ void reduce_planes(const Operands& operands, const Box& box) {
           rows = tails = 0;
           open(offset, left);
         }
-        const int64_t count = left < kReduceRows - rows ? left : kReduceRows - rows;
+        if (pending >= block) {
+          settle();
+        }
+        int64_t count = left < kReduceRows - rows ? left : kReduceRows - rows;
+        count = count < block ? count : block;
         rows += count;
+        pending += count;
         for (int64_t r = 0; r < count; ++r, offset += lanes) {
 #pragma GCC unroll 4
           for (int j = 0; j < kPacks; ++j) {
@@ -98,6 +122,7 @@ void reduce_planes(const Operands& operands, const Box& box) {
       }
       if (has_tail) {
         ++tails;
+        ++pending;
 #pragma GCC unroll 4
         for (int j = 0; j < kPacks; ++j) {
           if (j < tail_packs) {
@@ -120,6 +145,7 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
   constexpr int64_t pack = kPack<scalar_t>;
   const Values<scalar_t> values(operands);
   TileOps<Op, scalar_t> tile_ops(operands, tile);
+  Totals<scalar_t> totals[kTileLanes / pack + 1];
   for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
     tile_ops.ops[j].open(values, offset + lane, rows, row_stride);
   });
@@ -134,12 +160,20 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
         }
         op.add(values, offset);
       }
-      tile_ops.ops[j].take_sums(op);
+      tile_ops.ops[j].sums.first = op.sums.first;
+      tile_ops.ops[j].sums.second = op.sums.second;
     });
   };
+  bool settled = false;
   const auto add_blocks = [&](auto ahead) __attribute__((always_inline)) {
     int64_t r = 0;
     for (; r + kTileRows <= rows; r += kTileRows) {
+      if (r > 0 && r % kBlockRows<scalar_t> == 0) {
+        for_packs<pack>(tile.width, [&](int64_t j, int64_t) __attribute__((always_inline)) {
+          tile_ops.ops[j].sums.settle(settled, totals[j]);
+        });
+        settled = true;
+      }
       add_rows(Count<kTileRows>{}, ahead, offset + r * row_stride);
     }
     for (; r < rows; ++r) {
@@ -161,8 +195,10 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
     });
   }
   LaneSums<acc_t, kTileLanes> sums;
+  sums.settled = settled;
   for_packs<pack>(tile.width, [&](int64_t j, int64_t lane) __attribute__((always_inline)) {
-    tile_ops.ops[j].save(lane, sums);
+    tile_ops.ops[j].save_pivot(lane, sums);
+    tile_ops.ops[j].sums.save(lane, totals[j], sums);
   });
   flush_tile<Op::kPivot>(tile, sums, counts.per_lane(rows, rest > 0), first, partial, operands.C);
 }

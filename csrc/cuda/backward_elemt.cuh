@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     backward_elemt_kernel(const scalar_t* __restrict__ grad_out,  // [N, C, S] or [M, C]
                           const scalar_t* __restrict__ input,     // as grad_out
                           scalar_t* __restrict__ grad_input,      // as grad_out
-                          const double* __restrict__ stats,       // [2C + 1]
+                          const double* __restrict__ stats,       // [4C + 1]
                           const double* __restrict__ sums,        // [2C]
                           ChannelVector weight, double eps, WalkPlan plan, bool streaming) {
   using acc_t = acc_type<scalar_t>;

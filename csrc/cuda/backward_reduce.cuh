@@ -18,7 +18,7 @@ template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     backward_reduce_kernel(const scalar_t* __restrict__ grad_out,  // [N, C, S] or [M, C]
                            const scalar_t* __restrict__ input,     // as grad_out
-                           const double* __restrict__ stats,       // [2C + 1]
+                           const double* __restrict__ stats,       // [4C + 1]
                            double eps,
                            double* __restrict__ sums,  // [2C]
                            ChannelVector grad_weight, ChannelVector grad_bias, WalkPlan plan,
@@ -36,9 +36,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   derive(plan, walk.tile(), make, shared_stats, channel);
 
   const scalar_t zero = static_cast<scalar_t>(acc_t{0});
-  acc_t sum_dy[kAcc] = {}, sum_dy_xmu[kAcc] = {};
+  Total<scalar_t> total_dy[kAcc], total_dy_xmu[kAcc];
   while (true) {
     auto& [dy, x] = batch.packs;
+    acc_t sum_dy[kAcc] = {}, sum_dy_xmu[kAcc] = {};
 #pragma unroll
     for (int i = 0; i < batch.kPacks; ++i) {
       if (kChannelsLast && !batch.at[i].any()) {
@@ -54,6 +55,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         sum_dy_xmu[a] += grad * channel[a].centre(static_cast<acc_t>(x[i].values[e]));
       }
     }
+#pragma unroll
+    for (int a = 0; a < kAcc; ++a) {
+      total_dy[a] += sum_dy[a];
+      total_dy_xmu[a] += sum_dy_xmu[a];
+    }
     if (!walk.more()) {
       break;
     }
@@ -63,7 +69,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   Sums total[kAcc];
 #pragma unroll
   for (int a = 0; a < kAcc; ++a) {
-    total[a] = {sum_dy[a], sum_dy_xmu[a]};
+    total[a] = {total_dy[a].value(), total_dy_xmu[a].value()};
   }
   if (!reduce_blocks(total, plan, tree, workspace, walk.tile(), walk.split(), shared)) {
     return;

@@ -84,7 +84,7 @@ struct Cuda {
     const Stream stream = current_stream(device_index);
     const int64_t C = args.layout.C;
     if (args.layout.numel() == 0) {
-      zero(args.stats, (2 * C + 1) * sizeof(double), stream);
+      zero(args.stats, message_size(C) * sizeof(double), stream);
       return;
     }
     const Plan plan = make_plan(args.layout, value_size(args.dtype), {args.input},

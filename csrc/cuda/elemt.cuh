@@ -23,9 +23,9 @@ inline int64_t running_blocks(const Running& running, int64_t C, int threads) {
 // Global count 0: nothing happens. Nor with skip_nonfinite, if any channel cannot be held: each
 // block looks at all of them.
 __device__ __forceinline__ void update_running(const Running& running,
-                                               const double* stats /* [2C + 1] */, int64_t C,
+                                               const double* stats /* [4C + 1] */, int64_t C,
                                                unsigned owners) {
-  if (!(stats[2 * C] > 0)) {
+  if (!(message_count(stats, C) > 0)) {
     return;
   }
   if (running.skip_nonfinite) {
@@ -52,7 +52,7 @@ template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     elemt_kernel(const scalar_t* __restrict__ input,  // [N, C, S] or [M, C]
                  scalar_t* __restrict__ output,       // as input
-                 const double* __restrict__ stats,    // [2C + 1]
+                 const double* __restrict__ stats,    // [4C + 1]
                  ChannelVector weight, ChannelVector bias, double eps, Running running,
                  unsigned owners /* of running */, WalkPlan plan, bool streaming) {
   using acc_t = acc_type<scalar_t>;

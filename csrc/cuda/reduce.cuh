@@ -16,6 +16,33 @@
 
 namespace syncbn {
 
+// What a thread adds up: the sum of a batch at a time, and what the additions' roundings lose, so
+// that some hundred values are as good as added in float64. (A plain sum of squares loses more than
+// random roundings would, all to the same side, where the values lie on a grid as those far from 0
+// do.) Of 16-bit values a plain sum is exact enough, and registers are scarce.
+template <typename scalar_t>
+class Total {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  __device__ __forceinline__ void operator+=(acc_t part) {
+    const acc_t next = sum_ + part;
+    if constexpr (kExact) {
+      lost_ += part - (next - sum_);
+    }
+    sum_ = next;
+  }
+
+  __device__ __forceinline__ double value() const {
+    // What an infinite sum has lost is NaN, and no part of it.
+    return kExact && lost_ == lost_ ? static_cast<double>(sum_) + lost_ : sum_;
+  }
+
+ private:
+  static constexpr bool kExact = sizeof(scalar_t) > 2;
+  acc_t sum_ = 0, lost_ = 0;
+};
+
 struct Workspace {
   Sums* partials = nullptr;      // [tiles, TreePlan::partials, tile]; unset
   unsigned* counters = nullptr;  // [tiles, TreePlan::counters]; zero, and zero again afterwards

@@ -1,5 +1,5 @@
-// Statistics of a batch: float64 [2C + 1], the sum and the sum of squares of each channel and the
-// count of values a channel. One pass over x, nothing else of size.
+// Statistics of a batch: the message of message.h, of each channel the sum and the sum of squares
+// and the count of values. One pass over x, nothing else of size.
 //
 // Layouts: [N, C, S] and [M, C]; plan.h shows which thread visits which packs. Each thread
 //   1. sums x - p and (x - p)^2 in float32 (float64 for float64 input) over at most some hundred
@@ -8,7 +8,7 @@
 //   2. moves these sums in float64 to the column's origin P, the median of its first, middle and
 //      last value (Origin has an exception).
 // All threads of a column share P, so their sums only need adding (reduce.cuh). The last block of
-// a channel moves the totals to pivot 0 and writes the message.
+// a channel writes the totals into the message.
 //
 // Ioffe & Szegedy 2015, algorithm 1; shifted sums as in Chan, Golub & LeVeque 1983, section 3.
 #pragma once
@@ -65,7 +65,8 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
   auto& x = batch.packs[0];
   batch.load(walk, {input});
   const Origin<scalar_t, kChannelsLast, kAcc> origin(input, plan, walk.column());
-  acc_t pivot[kAcc], sum[kAcc] = {}, sumsq[kAcc] = {};
+  acc_t pivot[kAcc];
+  Total<scalar_t> total[kAcc], total_sq[kAcc];
   int count = 0;
 #pragma unroll
   for (int a = 0; a < kAcc; ++a) {
@@ -75,6 +76,7 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
     pivot[a] = median(sample(0), sample(1), sample(2));
   }
   while (true) {
+    acc_t sum[kAcc] = {}, sumsq[kAcc] = {};
 #pragma unroll
     for (int i = 0; i < batch.kPacks; ++i) {
       if (kChannelsLast && !batch.at[i].any()) {
@@ -91,6 +93,11 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
         sumsq[a] += delta * delta;
       }
     }
+#pragma unroll
+    for (int a = 0; a < kAcc; ++a) {
+      total[a] += sum[a];
+      total_sq[a] += sumsq[a];
+    }
     if (!walk.more()) {
       break;
     }
@@ -99,7 +106,7 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
 #pragma unroll
   for (int a = 0; a < kAcc; ++a) {
     const double delta = static_cast<double>(pivot[a]) - origin(a);
-    sums[a] = rebase(count, sum[a], sumsq[a], delta);
+    sums[a] = rebase(count, total[a].value(), total_sq[a].value(), delta);
   }
 }
 
@@ -114,7 +121,7 @@ inline constexpr int kMinStatsBlocks = kMinBlocks<scalar_t>;
 template <typename scalar_t, bool kChannelsLast, int kVec>
 __global__ void __launch_bounds__(kMaxThreads, kMinStatsBlocks<scalar_t, kChannelsLast ? kVec : 1>)
     stats_kernel(const scalar_t* __restrict__ input,  // [N, C, S] or [M, C]
-                 double* __restrict__ stats,          // [2C + 1]
+                 double* __restrict__ stats,          // [4C + 1]
                  WalkPlan plan, TreePlan tree, Workspace workspace) {
   constexpr int kAcc = kChannelsLast ? kVec : 1;
   SYNCBN_SHARED(Sums, shared, kMaxThreads / kWarpSize * (kChannelsLast ? kMaxTile : 1));
@@ -129,17 +136,20 @@ __global__ void __launch_bounds__(kMaxThreads, kMinStatsBlocks<scalar_t, kChanne
   }
   const int tile = plan.lanes * kAcc;
   const int64_t begin = static_cast<int64_t>(walk.tile()) * tile;
-  const double count = plan.count / (plan.columns / plan.C);  // of a column
-  for (int t = threadIdx.x; t < tile && begin + t < plan.columns; t += blockDim.x) {
-    const Origin<scalar_t, kChannelsLast, 1> origin(input, plan, begin + t);
-    shared[t] = rebase(count, shared[t].first, shared[t].second, origin(0));
+  const int64_t folds = plan.columns / plan.C;
+  const auto origin = [&](int64_t column) -> double {
+    return Origin<scalar_t, kChannelsLast, 1>(input, plan, column)(0);
+  };
+  // Columns of one channel have origins of their own: all move to that of the first.
+  for (int t = threadIdx.x; folds > 1 && t < tile && begin + t < plan.columns; t += blockDim.x) {
+    const double delta = origin(begin + t) - origin((begin + t) % plan.C);
+    shared[t] = rebase(plan.count / folds, shared[t].first, shared[t].second, delta);
   }
-  fold_columns(plan, walk.tile(), tile, shared, [&](int64_t c, int, const Sums& raw) {
-    stats[c] = raw.first;
-    stats[plan.C + c] = raw.second;
+  fold_columns(plan, walk.tile(), tile, shared, [&](int64_t c, int, const Sums& total) {
+    write_sums(stats, plan.C, c, plan.count, origin(c), total);
   });
   if (walk.tile() == 0 && threadIdx.x == 0) {
-    stats[2 * plan.C] = plan.count;
+    stats[message_size(plan.C) - 1] = plan.count;
   }
 }
 

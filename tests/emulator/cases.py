@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from emulator.build import load
 from inputs import numpy, random
+from reference import message
 
 EPS = 1e-5
 GUARD = 64
@@ -162,7 +163,7 @@ class Run:
         self.dy, self.other_dy = random(shape, dtype), random(shape, dtype)
         both = np.concatenate([numpy(self.x), numpy(self.other)])
         values = np.moveaxis(both, 1, 0).reshape(layout.C, -1)
-        self.message = np.array([*values.sum(1), *(values**2).sum(1), values.shape[1]])
+        self.message = message(values)
         self.weight = torch.rand(layout.C, dtype=torch.float64).add(0.5)
         self.bias = torch.randn(layout.C, dtype=torch.float64)
 
@@ -181,7 +182,7 @@ class Run:
 
     def stats(self):
         self.note("stats")
-        stats = self.nan(2 * self.layout.C + 1)
+        stats = self.nan(4 * self.layout.C + 1)
         self.emulation.stats(self.place(self.x, 0).array, stats.array)
         return stats.read()
 

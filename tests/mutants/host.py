@@ -207,7 +207,7 @@ OPERATORS = [
     ),
     Mutant(
         "cuda/batch_norm.cu",
-        "zero(args.stats, (2 * C + 1) * sizeof(double), stream);",
+        "zero(args.stats, message_size(C) * sizeof(double), stream);",
         "",
         "the message of an empty rank is never written",
     ),

@@ -96,9 +96,9 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "origin(input, plan, begin + t)",
-        "origin(input, plan, begin)",
-        "the totals are moved by the P of another channel",
+        "origin(begin + t) - ",
+        "origin(begin) - ",
+        "a column's totals are moved by the P of another",
     ),
     Mutant(
         "cuda/stats.cuh",
@@ -108,19 +108,19 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "shared[t].second, origin(0))",
-        "shared[t].second, 0)",
+        "plan.count, origin(c), total",
+        "plan.count, 0, total",
         "the totals stay about P",
     ),
     Mutant(
         "cuda/stats.cuh",
-        "stats[2 * plan.C] = plan.count;",
-        "stats[2 * plan.C] = plan.rows;",
+        "stats[message_size(plan.C) - 1] = plan.count;",
+        "stats[message_size(plan.C) - 1] = plan.rows;",
         "the count is that of rows",
     ),
     Mutant(
         "cuda/stats.cuh",
-        "plan.count / (plan.columns / plan.C)",
+        "plan.count / folds",
         "plan.count",
         "a column counts as a channel where rows are folded",
     ),
@@ -154,7 +154,7 @@ ELEMT = [
     ),
     Mutant(
         "cuda/elemt.cuh",
-        "if (!(stats[2 * C] > 0))",
+        "if (!(message_count(stats, C) > 0))",
         "if (false)",
         "an empty global batch moves the buffers",
     ),
