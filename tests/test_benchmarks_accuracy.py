@@ -103,7 +103,8 @@ def test_what_is_right_is_so_in_exact_fractions(cell) -> None:
         weight, bias = (exact(vector[channel : channel + 1])[0] for vector in batch[2:])
         mean, mean_dy = sum(x) / len(x), sum(dy) / len(x)
         var = sum((v - mean) ** 2 for v in x) / len(x)
-        with localcontext(prec=60):
+        with localcontext() as context:
+            context.prec = 60
             total = var + Fraction(EPS)
             root = (Decimal(total.numerator) / Decimal(total.denominator)).sqrt()
         scale = weight / Fraction(root)
