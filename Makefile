@@ -1,5 +1,5 @@
 # The vocabulary of the project: make demo | test | sanitize | mutants | lint | format | bench |
-# gpu-check | wheel | clean.
+# accuracy | gpu-check | wheel | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), EXTRAS (without models where
 # no torchvision fits the torch), NPROC, DEMO_ARGS, PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, BENCH_OUT, and
@@ -15,6 +15,7 @@ NPROC ?= 4
 OUT ?= build/gpu-check
 BENCH_OUT ?= build/bench
 BENCH_ARGS ?= --device cpu --quick
+ACCURACY_OUT := benchmarks/results/cpu-accuracy
 
 BIN := $(VENV)/bin
 # Asked only where it counts; nvidia-smi without a driver answers in words, which are no architecture.
@@ -43,7 +44,7 @@ SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
   PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest --capture=sys
 
-.PHONY: demo test sanitize mutants lint format bench gpu-check wheel clean
+.PHONY: demo test sanitize mutants lint format bench accuracy gpu-check wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -79,6 +80,11 @@ format: $(DEV_STAMP)
 
 bench: $(PACKAGE_STAMP)
 	$(BIN)/python -m benchmarks --out $(BENCH_OUT) $(BENCH_ARGS)
+
+# The stored run, and what docs/numerics.md says of it.
+accuracy: $(PACKAGE_STAMP)
+	$(BIN)/python -m benchmarks accuracy --device cpu --out $(ACCURACY_OUT)
+	$(BIN)/python -m benchmarks.accuracy_docs $(ACCURACY_OUT)/bench-cpu.json docs/numerics.md
 
 gpu-check:
 	$(PYTHON) tests/gpu_check.py '$(OUT)'

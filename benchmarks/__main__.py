@@ -7,7 +7,8 @@
     python -m benchmarks --render A.json --out DIR # tables and plots of a run made elsewhere
 
 Questions: layers (a layer's forward and backward), host (what a layer costs the host), ranks
-(several processes), steps (a training step), message (what the ranks send each other).
+(several processes), steps (a training step), message (what the ranks send each other), accuracy
+(how exact; fails where a cell is beyond its bound).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ QUESTIONS = {
     "ranks": "benchmarks.ranks",
     "steps": "benchmarks.steps",
     "message": "benchmarks.message",
+    "accuracy": "benchmarks.accuracy",
 }
 
 #: A median of fewer turns says little.
@@ -144,6 +146,8 @@ def main() -> None:
     if args.out:
         for path in report.write(run, text, modules, args.out, plots=not args.no_plots):
             print(f"Written: {path}")
+    if failed := report.failures(run, modules):
+        sys.exit("benchmarks: beyond their bounds:\n" + "\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ def markdown(run: dict, modules: list[ModuleType]) -> str:
     lines = ["# Benchmarks", ""]
     lines += [f"* {name}: {value}" for name, value in run["machine"].items() if value is not None]
     lines += [f"* compiled kernels: {'in use' if run['compiled'] else 'NOT in use'}"]
-    lines += ["", "Times in microseconds: median [20th, 80th percentile]."]
+    if any(name.endswith("_us") for row in run["rows"] for name in row):
+        lines += ["", "Times in microseconds: median [20th, 80th percentile]."]
     answers = [(module, rows) for module in modules if (rows := rows_of(run, module))]
     demands = [bar for module, rows in answers for bar in _bars(module, rows)]
     if demands:
@@ -58,6 +59,12 @@ def rows_of(run: dict, module: ModuleType) -> list[dict]:
 
 def _bars(module: ModuleType, rows: list[dict]) -> list[list[str]]:
     return [list(bar) for bar in module.bars(rows)] if hasattr(module, "bars") else []
+
+
+def failures(run: dict, modules: list[ModuleType]) -> list[str]:
+    """What questions that have bounds found beyond them."""
+    asked = [module for module in modules if hasattr(module, "failures")]
+    return [line for module in asked for line in module.failures(rows_of(run, module))]
 
 
 def write(
