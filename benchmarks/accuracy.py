@@ -4,8 +4,8 @@ In each cell (accuracy_cells.py) the four forms (accuracy_forms.py) do one step 
 same batch, in simulated ranks on the CPU. The error of a result is the largest difference of any
 element of a channel from what is right for the batch as rounded to its type, in ulps: the distance
 of neighbouring numbers of the result's type (y and dx: that of the input; the buffers: float32, or
-float64 for float64 input) at the largest right magnitude of that channel. A cell has the worst of
-its channels. ``relative`` in the rows is the same divided by that magnitude instead.
+float64 for float64 input) at the largest right magnitude of that channel, of a mean at least that
+of std / sqrt(N). A cell has the worst of its channels. ``relative`` in the rows is the same divided by that magnitude instead.
 
 Up to a mean of 1e5 stds (of a constant channel: 1e4) our error in y, dx, running mean and running
 variance is at most 1.34 times the best of the others, or 4 ulps. Beyond, and for float64 input, it
@@ -90,7 +90,7 @@ def _stored(values: Any) -> Any:
 
 def _unit(cell: Cell, result: str, expected: Right) -> np.ndarray:
     dtype = cell.type if result in ("y", "dx") else cell.parameters
-    return ulp(scale_of(result, getattr(expected, result), EPS), dtype)
+    return ulp(scale_of(result, expected, EPS), dtype)
 
 
 def _errors(cell: Cell, got: dict[str, Results], expected: Right) -> tuple[dict, dict]:
@@ -99,7 +99,7 @@ def _errors(cell: Cell, got: dict[str, Results], expected: Right) -> tuple[dict,
     for name, results in got.items():
         for result in RESULTS:
             true = getattr(expected, result)
-            units = (_unit(cell, result, expected), scale_of(result, true, EPS))
+            units = (_unit(cell, result, expected), scale_of(result, expected, EPS))
             for errors, unit in zip((ulps, relative), units, strict=True):
                 errors.setdefault(name, {})[result] = error(results[result], true, unit)
     return ulps, relative

@@ -80,13 +80,16 @@ def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return WIDE(info.eps) * np.ldexp(WIDE(1), exponent - 1)
 
 
-def scale_of(result: str, expected: np.ndarray, eps: float) -> np.ndarray:
+def scale_of(result: str, expected: Right, eps: float) -> np.ndarray:
     """Where errors of a result are measured: its largest magnitude in each channel, (C, 1).
 
-    A channel that is 0 throughout has none of its own: eps for a variance, to which it is added,
-    and 1 for all others.
+    A mean is at least std / sqrt(values): one nearer to 0 is the rest of a cancellation, and half
+    an ulp of each value, rounded to its type, moves it by as much. A channel that is 0 throughout
+    has no magnitude of its own: eps for a variance, to which it is added, and 1 for all others.
     """
-    largest = np.abs(expected).max(1, keepdims=True)
+    largest = np.abs(getattr(expected, result)).max(1, keepdims=True)
+    if result == "running_mean":
+        largest = np.maximum(largest, np.sqrt(expected.var / expected.y.shape[1]))
     return np.where(largest == 0, WIDE(eps if result == "running_var" else 1), largest)
 
 

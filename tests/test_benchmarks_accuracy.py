@@ -23,7 +23,7 @@ from benchmarks import __main__ as entry
 from benchmarks import accuracy, accuracy_docs, accuracy_forms
 from benchmarks.accuracy_cells import POISONED, Cell, every, quick
 from benchmarks.accuracy_forms import EPS, FORMS, OURS, PLAIN, SYNC, TEXTBOOK
-from benchmarks.accuracy_reference import BOUNDED, RESULTS, error, right, scale_of, ulp
+from benchmarks.accuracy_reference import BOUNDED, RESULTS, Right, error, right, scale_of, ulp
 from benchmarks.options import Options
 from benchmarks.report import rows_of
 from syncbn_cuda._library import STEPS, kernels_for
@@ -122,7 +122,7 @@ def test_what_is_right_is_so_in_exact_fractions(cell) -> None:
         for result, values in expected.items():
             found = [Fraction(*v.as_integer_ratio()) for v in getattr(given, result)[channel]]
             off = max(abs(a - b) for a, b in zip(found, values, strict=True))
-            unit = ulp(scale_of(result, getattr(given, result), EPS)[channel], cell.parameters)
+            unit = ulp(scale_of(result, given, EPS)[channel], cell.parameters)
             assert off <= Fraction(float(unit[0])) / 4, result
 
 
@@ -140,8 +140,12 @@ def test_an_ulp_is_the_distance_of_neighbouring_numbers(dtype) -> None:
 
 def test_errors_are_the_worst_of_any_element_in_units_of_its_channel() -> None:
     expected = np.array([[1.0, -4.0], [0.0, 0.0]], np.longdouble)
-    assert scale_of("y", expected, EPS).tolist() == [[4.0], [1.0]]
-    assert scale_of("running_var", expected, EPS)[1] == EPS
+    var = np.array([[8.0], [0.0]], np.longdouble)
+    means = np.array([[-1.0], [0.0]], np.longdouble)
+    of = Right(expected, expected, means, var, means, means, var, var, expected)
+    assert scale_of("y", of, EPS).tolist() == [[4.0], [1.0]]
+    assert scale_of("running_var", of, EPS).tolist() == [[8.0], [EPS]]
+    assert scale_of("running_mean", of, EPS).tolist() == [[2.0], [1.0]]  # std / sqrt(2)
     unit = np.array([[2.0], [0.25]])
     assert error(expected + [[0, 3.0], [0, 0.5]], expected, unit) == 2.0
     assert error(expected + [[0, math.nan], [0, 0]], expected, unit) == math.inf

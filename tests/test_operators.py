@@ -146,7 +146,7 @@ def test_narrow_types_are_read_and_rounded_as_by_torch(compiled, dtype, shape):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(shape)  # every value
     channels = shape[1]
     stats = torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(channels)
-        stats = torch.cat([stats, torch.ones(1)]).double()
+    stats = torch.cat([stats, torch.ones(1)]).double()
     for factor in (1.0, 1.5, 0.7):  # exact; half of them ties; any
         weight, bias = torch.full((channels,), factor), torch.zeros(channels)
         y = compiled.batch_norm_elemt(x, stats, weight, bias, 0.0)

@@ -34,12 +34,18 @@ __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, i
     b += row(third + r);
     c += row(2 * third + r);
   }
-  pivot = median(a, b, c) * splat_pack<scalar_t>(acc_t(1) / static_cast<acc_t>(third));
-  // Had the pivot more bits than the values, all differences would share them, and rounding the
-  // sums would drop them to the same side each time.
-  scalar_t memory[kPack<scalar_t>];
-  store(memory, pivot);
-  pivot = load(memory);
+  const Pack<scalar_t> share = splat_pack<scalar_t>(acc_t(1) / static_cast<acc_t>(third));
+  a *= share;
+  b *= share;
+  c *= share;
+  // Had the pivot lower bits than the values, all differences would share them, and rounding would
+  // drop them to the same side each time. So it has none below a fraction of the values' spread:
+  // of the least distance of the three, as one may be an outlier.
+  constexpr acc_t fraction = sizeof(acc_t) == 8 ? 0x1p48 : 0x1p19;  // of the 53, or 24, bits
+  const Pack<scalar_t> middle = median(a, b, c);
+  const Pack<scalar_t> least = lesser(distance(a, b), lesser(distance(b, c), distance(a, c)));
+  const Pack<scalar_t> grid = least * splat_pack<scalar_t>(fraction);
+  pivot = (middle + grid) - grid;
 }
 
 // Which of the values read count: all, or those of lanes whose weight is not 0.

@@ -126,6 +126,25 @@ SYNCBN_INLINE void store_lanes(float* p, const Pack<BFloat16>& pack) {
   store_unaligned(p + kVec<float>, in_turn<half>(pack.part[0], pack.part[1], Lanes{}));
 }
 
+template <typename scalar_t>
+SYNCBN_INLINE Pack<scalar_t> lesser(Pack<scalar_t> a, const Pack<scalar_t>& b) {
+#pragma GCC unroll 2
+  for (int i = 0; i < a.parts; ++i) {
+    a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i];
+  }
+  return a;
+}
+
+template <typename scalar_t>
+SYNCBN_INLINE Pack<scalar_t> distance(const Pack<scalar_t>& a, const Pack<scalar_t>& b) {
+  Pack<scalar_t> distance = a - b;
+#pragma GCC unroll 2
+  for (int i = 0; i < distance.parts; ++i) {
+    distance.part[i] = distance.part[i] < 0 ? -distance.part[i] : distance.part[i];
+  }
+  return distance;
+}
+
 // The middle of three values, lane by lane.
 template <typename scalar_t>
 SYNCBN_INLINE Pack<scalar_t> median(const Pack<scalar_t>& a, const Pack<scalar_t>& b,

@@ -10,9 +10,7 @@
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
-// Between two additions to the totals. Of 16-bit values, a plain sum is exact enough.
-template <typename scalar_t>
-constexpr int64_t kBlockRows = sizeof(scalar_t) == 2 ? kReduceRows : 16;
+constexpr int64_t kBlockRows = 16;  // between two additions to the totals
 constexpr int64_t kShortRow = 256;  // several of them side by side elude the hardware's prefetch
 
 // How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once
@@ -51,7 +49,6 @@ void reduce_planes(const Operands& operands, const Box& box) {
   const int64_t tail_packs = (box.s1 - box.s0 - full) / pack;
   const int64_t tail_values = (box.s1 - box.s0 - full) % pack;
   const bool has_tail = tail_packs + tail_values > 0;
-  constexpr int64_t block = kBlockRows<scalar_t>;
   Counts<acc_t, lanes> counts;
   counts.weigh(0, tail_packs * pack);
   counts.weigh((tail_packs + 1) * pack - tail_values, (tail_packs + (tail_values > 0)) * pack);
@@ -106,11 +103,11 @@ void reduce_planes(const Operands& operands, const Box& box) {
           rows = tails = 0;
           open(offset, left);
         }
-        if (pending >= block) {
+        if (pending >= kBlockRows) {
           settle();
         }
         int64_t count = left < kReduceRows - rows ? left : kReduceRows - rows;
-        count = count < block ? count : block;
+        count = count < kBlockRows ? count : kBlockRows;
         rows += count;
         pending += count;
         for (int64_t r = 0; r < count; ++r, offset += lanes) {
@@ -168,7 +165,7 @@ void reduce_tile(const Operands& operands, const Tile& tile, int64_t offset, int
   const auto add_blocks = [&](auto ahead) __attribute__((always_inline)) {
     int64_t r = 0;
     for (; r + kTileRows <= rows; r += kTileRows) {
-      if (r > 0 && r % kBlockRows<scalar_t> == 0) {
+      if (r > 0 && r % kBlockRows == 0) {
         for_packs<pack>(tile.width, [&](int64_t j, int64_t) __attribute__((always_inline)) {
           tile_ops.ops[j].sums.settle(settled, totals[j]);
         });

@@ -3,8 +3,8 @@
 //
 // Layouts: [N, C, S] and [M, C]; plan.h shows which thread visits which packs. Each thread
 //   1. sums x - p and (x - p)^2 in float32 (float64 for float64 input) over at most some hundred
-//      values, the pivot p being the median of three of these values themselves, so that neither a
-//      large mean nor a lone outlier cancels digits;
+//      values, the pivot p being (nearly) the median of three of these values themselves, so that
+//      neither a large mean nor a lone outlier cancels digits;
 //   2. moves these sums in float64 to the column's origin P, the median of its first, middle and
 //      last value (Origin has an exception).
 // All threads of a column share P, so their sums only need adding (reduce.cuh). The last block of
@@ -22,6 +22,19 @@ template <typename acc_t>
 __device__ __forceinline__ acc_t median(acc_t a, acc_t b, acc_t c) {
   const acc_t low = a < b ? a : b, high = a < b ? b : a;
   return c < low ? low : c < high ? c : high;
+}
+
+// The median of three of a thread's values, without bits below a fraction of their spread: all
+// differences from it would share these, and rounding would drop them to the same side each time.
+// The spread is the least distance of the three, as one may be an outlier. So the result is a
+// number of the values' type, and none that is larger than the largest of the three.
+template <typename acc_t>
+__device__ __forceinline__ acc_t coarse_median(acc_t a, acc_t b, acc_t c) {
+  constexpr acc_t kFraction = sizeof(acc_t) == 8 ? 0x1p48 : 0x1p19;  // of the 53, or 24, bits
+  const acc_t ab = a < b ? b - a : a - b, bc = b < c ? c - b : b - c, ca = c < a ? a - c : c - a;
+  const acc_t least = ab < bc ? ab : bc;
+  const acc_t grid = (least < ca ? least : ca) * kFraction;
+  return (median(a, b, c) + grid) - grid;
 }
 
 // The origin P of kAcc columns side by side. It is loaded before the values and computed after, so
@@ -73,7 +86,7 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
     // Where the thread has fewer packs, or those are shared with neighbours.
     const acc_t other = kChannelsLast ? static_cast<acc_t>(x[0].values[a]) : origin(a);
     const auto sample = [&](int i) { return x[i].sample(batch.at[i], a, other); };
-    pivot[a] = median(sample(0), sample(1), sample(2));
+    pivot[a] = coarse_median(sample(0), sample(1), sample(2));
   }
   while (true) {
     acc_t sum[kAcc] = {}, sumsq[kAcc] = {};
