@@ -7,7 +7,8 @@
     python -m benchmarks --render A.json --out DIR # tables and plots of a run made elsewhere
 
 Questions: layers (a layer's forward and backward), host (what a layer costs the host), ranks
-(several processes), steps (a training step), message (what the ranks send each other).
+(several processes), steps (a training step), message (what the ranks send each other), scaling (how
+that grows, here and on paper).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ QUESTIONS = {
     "ranks": "benchmarks.ranks",
     "steps": "benchmarks.steps",
     "message": "benchmarks.message",
+    "scaling": "benchmarks.scaling",
 }
 
 #: A median of fewer turns says little.
