@@ -35,18 +35,20 @@ class Fit:
 
 
 def fit(steps: list[int], sent: list[int], times_us: list[float]) -> Fit:
-    """Fits both by least squares of the relative errors: a short time counts like a long one.
+    """Fits both by least squares.
 
     Neither is negative: where the best one is, it is 0 and the other is fitted alone.
     """
     times = np.array(times_us)
-    both = np.stack([steps, sent], axis=1) / times[:, None]
+    both = np.stack([steps, sent], axis=1).astype(float)
+    scale = both.max(axis=0)  # steps are few and bytes many
     solution = np.zeros(2)
     free = [0, 1]
     while free:
         solution[:] = 0
-        solution[free] = np.linalg.lstsq(both[:, free], np.ones(len(times)), rcond=None)[0]
+        solution[free] = np.linalg.lstsq((both / scale)[:, free], times, rcond=None)[0]
         free = [i for i in free if solution[i] > 0]
         if np.count_nonzero(solution) == len(free):
             break
-    return Fit(float(solution[0]), float(solution[1]), tuple((1 - both @ solution).tolist()))
+    alpha, beta = (solution / scale).tolist()
+    return Fit(alpha, beta, tuple((1 - both @ [alpha, beta] / times).tolist()))

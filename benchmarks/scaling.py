@@ -16,6 +16,7 @@ from benchmarks import message, share
 from benchmarks.fit import Fit, fit
 from benchmarks.groups import ranks as launched
 from benchmarks.harness import progress
+from benchmarks.machine import cores
 from benchmarks.message import GATHER, SUM
 from benchmarks.options import Options
 from benchmarks.report import as_table
@@ -25,6 +26,8 @@ CHANNELS = (64, 256, 1024, 2048)
 QUICK_CHANNELS = (64, 2048)
 
 MEASURED, FITTED, PREDICTED = "measured", "fitted", "predicted"
+#: Where ranks share cores, a step waits for its rank's turn on one: another latency.
+CORES, SHARED = "a core a rank", "more ranks than cores"
 
 
 def measure(options: Options) -> list[dict]:
@@ -34,7 +37,7 @@ def measure(options: Options) -> list[dict]:
     channels = list(QUICK_CHANNELS if options.quick else CHANNELS)
     groups = [ranks for ranks in RANKS if options.match in f"{ranks} ranks"]
     rows = [
-        row | {"part": MEASURED}
+        row | {"part": MEASURED, "regime": CORES if ranks <= (cores() or 1) else SHARED}
         for ranks in progress(groups, "group")
         for row in message.on_ranks(ranks, channels, options.turns)
     ]
@@ -43,26 +46,28 @@ def measure(options: Options) -> list[dict]:
 
 
 def fits(rows: list[dict]) -> list[dict]:
-    """Fits the medians of what was measured, by form."""
-    return [
-        {
-            "part": FITTED,
-            "form": form,
-            "alpha_us": found.alpha_us,
-            "beta_us": found.beta_us,
-            "residuals": {
-                row["name"]: residual for row, residual in zip(rows, found.residuals, strict=True)
-            },
-        }
-        for form in ((SUM, GATHER) if rows else ())
-        for found in [
-            fit(
-                [row["traffic"][form]["steps"] for row in rows],
-                [row["traffic"][form]["sent"] for row in rows],
-                [row["times_us"][form]["p50"] for row in rows],
+    """Fits the medians of what was measured, by form and by whether each rank has a core."""
+    found = []
+    for form in (SUM, GATHER):
+        for regime in dict.fromkeys(row["regime"] for row in rows):
+            some = [row for row in rows if row["regime"] == regime]
+            fitted = fit(
+                [row["traffic"][form]["steps"] for row in some],
+                [row["traffic"][form]["sent"] for row in some],
+                [row["times_us"][form]["p50"] for row in some],
             )
-        ]
-    ]
+            names = [row["name"] for row in some]
+            found.append(
+                {
+                    "part": FITTED,
+                    "form": form,
+                    "regime": regime,
+                    "alpha_us": fitted.alpha_us,
+                    "beta_us": fitted.beta_us,
+                    "residuals": dict(zip(names, fitted.residuals, strict=True)),
+                }
+            )
+    return found
 
 
 def table(rows: list[dict]) -> str:
@@ -88,18 +93,21 @@ def _fits(rows: list[dict]) -> str:
         rate = f"{found.gigabytes_s:.3g}" if row["beta_us"] else "not told from none"
         worst = max(map(abs, found.residuals))
         cells = [f"{found.alpha_us:.0f}", rate, f"{100 * found.rms:.0f} %", f"{100 * worst:.0f} %"]
-        lines.append([row["form"], *cells])
-    header = ["", "alpha, us a step", "1 / beta, GB/s", "residual, rms", "largest"]
-    return "alpha steps + beta bytes sent, by the ring algorithm.\n\n" + as_table(header, lines)
+        lines.append([row["form"], row["regime"], *cells])
+    header = ["", "", "alpha, us a step", "1 / beta, GB/s", "residual, rms", "largest"]
+    said = "alpha steps + beta bytes sent, by the ring algorithm; residuals are relative.\n\n"
+    return said + as_table(header, lines, texts=2)
 
 
 def _residuals(rows: list[dict]) -> str:
+    forms: dict[str, dict[str, float]] = {}
+    for row in rows:
+        forms.setdefault(row["form"], {}).update(row["residuals"])
     lines = [
-        [name, *(f"{100 * row['residuals'][name]:+.0f} %" for row in rows)]
-        for name in rows[0]["residuals"]
+        [name, *(f"{100 * residuals[name]:+.0f} %" for residuals in forms.values())]
+        for name in next(iter(forms.values()))
     ]
-    header = ["(measured - fitted) / measured", *(row["form"] for row in rows)]
-    return as_table(header, lines)
+    return as_table(["(measured - fitted) / measured", *forms], lines)
 
 
 def _added(rows: list[dict]) -> str:
@@ -158,7 +166,7 @@ def plots(rows: list[dict], folder: Path) -> list[Path]:
     )
     written = []
     if measured:
-        fitted = {row["form"]: row for row in rows if row["part"] == FITTED}
+        fitted = [row for row in rows if row["part"] == FITTED]
         written.append(measured_and_fitted(measured, fitted, folder))
     if predicted:
         written.append(predicted_shares(predicted, folder))

@@ -12,7 +12,7 @@ COLOURS = {SUM: "#0072B2", GATHER: "#D55E00"}
 OF_FORM = {share.SUM_TREE: "#0072B2", share.SUM_RING: "#56B4E9", share.TORCH: "#D55E00"}
 
 
-def measured_and_fitted(rows: list[dict], fitted: dict[str, dict], folder: Path) -> Path:
+def measured_and_fitted(rows: list[dict], fitted: list[dict], folder: Path) -> Path:
     """Draws times over ranks, a panel for each number of channels; lines are the fit."""
     channels = list(dict.fromkeys(row["channels"] for row in rows))
     figure, axes = plt.subplots(
@@ -21,22 +21,26 @@ def measured_and_fitted(rows: list[dict], fitted: dict[str, dict], folder: Path)
     for ax, c in zip(axes[0], channels, strict=True):
         some = [row for row in rows if row["channels"] == c]
         ranks = [row["ranks"] for row in some]
-        for form, fit in fitted.items():
+        for form, colour in COLOURS.items():
             times = [row["times_us"][form] for row in some]
             middle = [each["p50"] for each in times]
             around = [
                 [each["p50"] - each["p20"] for each in times],
                 [each["p80"] - each["p50"] for each in times],
             ]
-            line = [
-                fit["alpha_us"] * row["traffic"][form]["steps"]
-                + fit["beta_us"] * row["traffic"][form]["sent"]
-                for row in some
-            ]
-            ax.errorbar(ranks, middle, yerr=around, fmt="o", color=COLOURS[form], label=form)
-            ax.plot(ranks, line, color=COLOURS[form], lw=1)
+            ax.errorbar(ranks, middle, yerr=around, fmt="o", color=colour, label=form)
+            for fit in (each for each in fitted if each["form"] == form):
+                those = [row for row in some if row["regime"] == fit["regime"]]
+                line = [
+                    fit["alpha_us"] * row["traffic"][form]["steps"]
+                    + fit["beta_us"] * row["traffic"][form]["sent"]
+                    for row in those
+                ]
+                marker = "_" if len(those) == 1 else ""
+                ax.plot([row["ranks"] for row in those], line, marker, ls="-", color=colour)
         ax.set(xscale="log", yscale="log", title=f"C = {c}", xlabel="ranks, over Gloo")
         ax.set_xticks(ranks, [str(each) for each in ranks])
+        ax.minorticks_off()
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("measured (points), fitted (lines), us")
     axes[0][0].legend(fontsize=8)
@@ -52,16 +56,17 @@ def predicted_shares(rows: list[dict], folder: Path) -> Path:
     for ax, net in zip(axes[0], nets, strict=True):
         some = [row for row in rows if row["net"] == net]
         of, step = next(iter(some[0]["steps_ms"].items()))
-        for groups, style in ((share.FLAT, "-"), (share.NODE, "--")):
-            lines = [row for row in some if row["groups"] == groups]
-            gpus = [row["gpus"] for row in lines]
-            for form, colour in OF_FORM.items():
-                low, high = (
-                    [100 * share.share(row["added_ms"][form][c.name], step) for row in lines]
-                    for c in share.CLUSTERS
-                )
-                ax.fill_between(gpus, low, high, color=colour, alpha=0.15, lw=0)
-                ax.plot(gpus, low, style, color=colour, label=f"{form}, {groups}")
+        ends = [cluster.name for cluster in share.CLUSTERS]
+        flat, node = ([r for r in some if r["groups"] == g] for g in (share.FLAT, share.NODE))
+        gpus = [row["gpus"] for row in flat]
+        for form, colour in OF_FORM.items():
+            low, high = ([_percent(row, form, end, step) for row in flat] for end in ends)
+            ax.fill_between(gpus, low, high, color=colour, alpha=0.15, lw=0)
+            ax.plot(gpus, low, color=colour, label=f"{form}: all ranks together")
+        for end in ends:
+            line = [_percent(row, share.SUM_TREE, end, step) for row in node]
+            label = "sum: groups of a node" if end == ends[0] else None
+            ax.plot(gpus, line, "--", color="black", lw=1, label=label)
         ax.set(xscale="log", yscale="log", xlabel="GPUs, nodes of 8")
         ax.set_title(f"{net}: {step:.0f} ms ({of})")
         ax.set_xticks(gpus, [f"{each:,}" for each in gpus], rotation=30)
@@ -70,3 +75,7 @@ def predicted_shares(rows: list[dict], folder: Path) -> Path:
     axes[0][0].set_ylabel("predicted share of the step, %")
     axes[0][0].legend(fontsize=8)
     return saved(figure, folder / "predicted-shares.png")
+
+
+def _percent(row: dict, form: str, end: str, step: float) -> float:
+    return 100 * share.share(row["added_ms"][form][end], step)
