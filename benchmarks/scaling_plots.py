@@ -42,7 +42,7 @@ def measured_and_fitted(rows: list[dict], fitted: list[dict], folder: Path) -> P
         ax.set_xticks(ranks, [str(each) for each in ranks])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("measured (points), fitted to the 20th percentile (lines), us")
+    axes[0][0].set_ylabel("us; lines are fitted")
     axes[0][0].legend(fontsize=8)
     return saved(figure, folder / "measured-and-fitted.png")
 
