@@ -37,7 +37,7 @@ def measured_and_fitted(rows: list[dict], fitted: list[dict], folder: Path) -> P
                     for row in those
                 ]
                 marker = "_" if len(those) == 1 else ""
-                ax.plot([row["ranks"] for row in those], line, marker, ls="-", color=colour)
+                ax.plot([row["ranks"] for row in those], line, marker=marker, color=colour)
         ax.set(xscale="log", yscale="log", title=f"C = {c}", xlabel="ranks, over Gloo")
         ax.set_xticks(ranks, [str(each) for each in ranks])
         ax.minorticks_off()
