@@ -1,5 +1,5 @@
 # The vocabulary of the project: make demo | test | sanitize | mutants | lint | format | bench |
-# accuracy | gpu-check | wheel | clean.
+# accuracy | gpu-check | wheel | reproduce | requirements | audit | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), EXTRAS (without models where
 # no torchvision fits the torch), NPROC, DEMO_ARGS, PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, BENCH_OUT, and
@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.10
 EXTRAS ?= test,demo,bench,models
+PINNED_TORCH ?= torch==2.14.1 torchvision==0.29.1
 NPROC ?= 4
 OUT ?= build/gpu-check
 BENCH_OUT ?= build/bench
@@ -44,7 +45,7 @@ SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
   PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest --capture=sys
 
-.PHONY: demo test sanitize mutants lint format bench accuracy gpu-check wheel clean
+.PHONY: demo test sanitize mutants lint format bench accuracy gpu-check wheel reproduce requirements audit clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -91,6 +92,22 @@ gpu-check:
 
 wheel: $(TORCH_STAMP)
 	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+# The wheel twice, from two folders: it must be the same file.
+reproduce: $(TORCH_STAMP)
+	$(BIN)/python tests/reproduce.py
+
+# Pins what all extras need, for every Python and platform at once; beside the newest torch that is tested.
+requirements: $(BIN)/python
+	$(BIN)/pip install uv
+	{ echo '# All extras of pyproject.toml and the tools of the build, pinned by `make requirements`.'; \
+	  printf '%s\n' $(PINNED_TORCH) 'setuptools>=77' wheel | $(BIN)/uv pip compile --quiet --universal \
+	  --python-version 3.10 --all-extras --no-header --no-annotate pyproject.toml -; } >requirements-dev.txt
+
+# Needs the network: the database of known vulnerabilities is PyPI's.
+audit: $(BIN)/python
+	$(BIN)/pip install pip-audit
+	$(BIN)/pip-audit --disable-pip --no-deps --requirement requirements-dev.txt
 
 # Keeps the environment, which is gigabytes; rm -r $(VENV) removes it.
 clean:

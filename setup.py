@@ -1,7 +1,7 @@
 """Builds the two libraries of syncbn_cuda; what is decided, and how, is in build_support/.
 
 Environment: SYNCBN_CUDA (1: fail without CUDA, 0: skip it), CUDA_HOME, TORCH_CUDA_ARCH_LIST, CXX,
-MAX_JOBS.
+MAX_JOBS, SOURCE_DATE_EPOCH.
 """
 
 import os
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # build front ends run this file without its fold
 import build_support as support  # noqa: E402
 
 support.check_setuptools(setuptools.__version__)
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402 - which older ones lack
 
 FLAGS = support.flags_for(sys.platform)
 
@@ -85,15 +86,16 @@ class BuildLibraries(build_ext):
             ext.include_dirs = [str(ROOT / "csrc"), *cpp_extension.include_paths("cpu")]
             ext.library_dirs = cpp_extension.library_paths("cpu")
         cpu, cuda = extensions["syncbn_cuda._cpu"], extensions["syncbn_cuda._cuda"]
-        cpu.extra_compile_args = {"cxx": list(FLAGS.cxx)}
+        forget = support.forget_folders({ROOT: ".", Path(torch.__file__).parent: "torch"})
+        cpu.extra_compile_args = {"cxx": [*FLAGS.cxx, *forget]}
         cpu.extra_link_args = list(FLAGS.link_cpu)
         self.extensions = [cpu]
         if plan.cuda is not None:
             cuda.include_dirs += plan.cuda.include_dirs
             cuda.library_dirs += plan.cuda.library_dirs
             cuda.extra_compile_args = {
-                "cxx": [*FLAGS.cxx, "-DUSE_CUDA"],
-                "nvcc": [*FLAGS.nvcc, *plan.arch_flags],
+                "cxx": [*FLAGS.cxx, *forget, "-DUSE_CUDA"],
+                "nvcc": [*FLAGS.nvcc, *support.for_nvcc(forget), *plan.arch_flags],
             }
             cuda.extra_link_args = list(FLAGS.link_cuda)
             self.extensions.append(cuda)
@@ -157,12 +159,19 @@ class BuildLibraries(build_ext):
                 path.unlink()
 
 
+class Wheel(bdist_wheel):
+    def write_wheelfile(self, *args, **kwargs):
+        super().write_wheelfile(*args, **kwargs)  # the last file but the list of all
+        support.settle_modes(Path(self.bdist_dir))
+
+
 if __name__ == "__main__":
+    support.settle_time()
     # A free-threaded Python takes no abi3 wheel: there the wheel is one for this Python alone.
     limited = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"py_limited_api": "cp310"}
     setuptools.setup(
         distclass=Distribution,
         ext_modules=declare_extensions(),
-        cmdclass={"build_ext": BuildLibraries},
+        cmdclass={"bdist_wheel": Wheel, "build_ext": BuildLibraries},
         options={"bdist_wheel": limited},
     )

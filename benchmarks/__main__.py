@@ -7,8 +7,8 @@
     python -m benchmarks --render A.json --out DIR # tables and plots of a run made elsewhere
 
 Questions: layers (a layer's forward and backward), host (what a layer costs the host), ranks
-(several processes), steps (a training step), message (what the ranks send each other), accuracy
-(how exact; fails where a cell is beyond its bound).
+(several processes), steps (a training step), message (what the ranks send each other), scaling (how
+that grows, here and on paper), accuracy (how exact; fails where a cell is beyond its bound).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ QUESTIONS = {
     "steps": "benchmarks.steps",
     "message": "benchmarks.message",
     "accuracy": "benchmarks.accuracy",
+    "scaling": "benchmarks.scaling",
 }
 
 #: A median of fewer turns says little.

@@ -13,16 +13,13 @@ import torch
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Says what was measured on; the part that matters goes into each row too (report.py)."""
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
     gpu = driver = None
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "cpu": _cpu_model(),
-        "cores": cores,
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
         "gpu": gpu,
@@ -33,6 +30,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "commit": _commit(),
     }
+
+
+def cores() -> int | None:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _cpu_model() -> str:

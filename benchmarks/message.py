@@ -1,15 +1,14 @@
 """How does the message between ranks scale: one sum over ranks, or a gathering of all of them?
 
-A layer's forward needs mean and variance over all ranks. Ours sums float64 ``[2C+1]`` (all_reduce):
-the message of a rank, and what it holds afterwards, is ``8 (2C+1)`` bytes however many ranks there
-are. torch's SyncBatchNorm gathers float32 ``[2C+1]`` of every rank (all_gather) and combines them:
-half the message, but a rank ends up with one of every rank. In backward both sum.
+A layer's forward needs mean and variance over all ranks. Ours sums float64 values (all_reduce): the
+message of a rank, and what it holds afterwards, is as long however many ranks there are. torch's
+SyncBatchNorm gathers float32 ``[2C+1]`` of every rank (all_gather) and combines them: a shorter
+message, but a rank ends up with one of every rank. In backward both sum.
 
 By the ring algorithm, which moves the least that is possible, each of R ranks sends and receives
-``2 (R-1)/R * 8 (2C+1)`` bytes for the sum, in ``2 (R-1)`` steps, and ``(R-1) * 4 (2C+1)`` for the
-gathering, in ``R-1`` steps: less below 4 ranks, the same at 4, twice as much at 8, and so on. So
-gathering is the quicker one while the latency of a step decides, and loses once bytes do. (NCCL
-sums short messages along trees, in about ``2 log2(R)`` steps.)
+``2 (R-1)/R`` messages for the sum, in ``2 (R-1)`` steps, and ``R-1`` messages for the gathering, in
+``R-1`` steps. So gathering is the quicker one while the latency of a step decides, and loses once
+bytes do. (NCCL sums short messages along trees, in about ``2 log2(R)`` steps.)
 
 Starts its own ranks, on the CPU over Gloo, which follows the ring, whatever the device: the times
 are those of this machine's loopback, and more ranks than cores also wait for a core.
@@ -35,6 +34,7 @@ from benchmarks.harness import Spread, interleave, progress, ratio
 from benchmarks.options import Options
 from benchmarks.report import as_table
 from benchmarks.synchronised import lend_cpu_kernels
+from syncbn_cuda._library import kernels_for
 
 RANKS = (2, 4, 8)
 CHANNELS = (64, 256, 1024, 2048)
@@ -52,7 +52,7 @@ def measure(options: Options) -> list[dict]:
     for ranks in progress(RANKS, "group"):
         wanted = [c for c in channels if options.match in _name(ranks, c)]
         if wanted:
-            rows += _on_ranks(ranks, wanted, options.turns)
+            rows += on_ranks(ranks, wanted, options.turns)
     return rows
 
 
@@ -60,29 +60,44 @@ def _name(ranks: int, channels: int) -> str:
     return f"{ranks} ranks {channels} channels"
 
 
+def summed(channels: int) -> tuple[Tensor, Tensor]:
+    """What our operators have summed over ranks, forward and backward, without its values."""
+    input = torch.empty(2, channels, 1, device="meta")
+    kernels = kernels_for(input.device)
+    forward = kernels.batch_norm_stats(input)
+    backward, *_ = kernels.batch_norm_backward_reduce(input, input, forward, 1e-5, False, False)
+    return forward, backward
+
+
+def gathered(channels: int) -> Tensor:
+    """What torch's SyncBatchNorm gathers of each rank in forward, without its values."""
+    return torch.empty(2 * channels + 1, device="meta")
+
+
 def traffic(channels: int, ranks: int) -> dict[str, dict[str, int]]:
     """Bytes of either form: a rank's message, what it then holds, what it sends in how many steps.
 
     The last two by the ring algorithm; a rank receives as much as it sends.
     """
-    values = 2 * channels + 1
+    ours, theirs = summed(channels)[0].nbytes, gathered(channels).nbytes
     return {
         SUM: {
-            "message": 8 * values,
-            "held": 8 * values,
-            "sent": math.ceil(2 * (ranks - 1) / ranks * 8 * values),
+            "message": ours,
+            "held": ours,
+            "sent": math.ceil(2 * (ranks - 1) / ranks * ours),
             "steps": 2 * (ranks - 1),
         },
         GATHER: {
-            "message": 4 * values,
-            "held": ranks * 4 * values,
-            "sent": (ranks - 1) * 4 * values,
+            "message": theirs,
+            "held": ranks * theirs,
+            "sent": (ranks - 1) * theirs,
             "steps": ranks - 1,
         },
     }
 
 
-def _on_ranks(ranks: int, channels: list[int], turns: int) -> list[dict]:
+def on_ranks(ranks: int, channels: list[int], turns: int) -> list[dict]:
+    """Starts ranks; returns a row for each of the channels."""
     # Ranks are forks of a server that has imported torch: importing it on each takes far longer.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.message"])
     with tempfile.TemporaryDirectory() as folder:
@@ -107,10 +122,10 @@ def _rank_main(rank: int, ranks: int, channels: list[int], turns: int, folder: s
 
 
 def _row(rank: int, ranks: int, channels: int, turns: int) -> dict:
-    zeros = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    zeros = torch.zeros_like(summed(channels)[0], device="cpu")
     calls = {
         SUM: lambda: dist.all_reduce(zeros),
-        GATHER: _gathering(zeros.float(), ranks),
+        GATHER: _gathering(torch.zeros_like(gathered(channels), device="cpu"), ranks),
         COMBINE: _combining(torch.ones(2 * channels + 1), ranks),
     }
     times = interleave(calls, torch.device("cpu"), turns)
@@ -180,7 +195,7 @@ def table(rows: list[dict]) -> str:
     header += [f"{name} us" for name in (SUM, GATHER, COMBINE)]
     header += [f"{form} / {SUM}" for form in (GATHER, COMBINE)]
     return (
-        "A sum over ranks of float64 [2C+1] (ours) and a gathering of float32 [2C+1] of every rank "
+        "A sum over ranks of our message (float64) and a gathering of float32 [2C+1] of every rank "
         "(torch). Bytes that a rank holds when done, and sends by the ring algorithm (it receives "
         "as many), in how many steps. Above a ratio of 1 the sum is faster.\n\n"
         + as_table(header, lines, texts=0)

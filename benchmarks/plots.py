@@ -51,7 +51,7 @@ def time_against_bytes(rows: list[dict], folder: Path) -> Path:
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"{BOTH}, us")
     axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _saved(figure, folder / "time-against-bytes.png")
+    return saved(figure, folder / "time-against-bytes.png")
 
 
 def _points(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
@@ -91,10 +91,11 @@ def ratio_by_layer(rows: list[dict], folder: Path) -> Path:
     axes[0][0].set_yticks(range(len(layers)), layers, fontsize=8)
     axes[0][0].invert_yaxis()
     axes[0][0].legend(fontsize=8)
-    return _saved(figure, folder / "ratio-by-layer.png")
+    return saved(figure, folder / "ratio-by-layer.png")
 
 
-def _saved(figure: plt.Figure, path: Path) -> Path:
+def saved(figure: plt.Figure, path: Path) -> Path:
+    """Writes a figure."""
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
     return path

@@ -20,6 +20,7 @@ from build_support.cuda import (
     find_cuda,
     gencode_flags,
 )
+from build_support.reproducible import for_nvcc, forget_folders, settle_modes, settle_time
 from build_support.tools import (
     BuildError,
     check_compiler,
@@ -35,8 +36,12 @@ __all__ = [
     "check_setuptools",
     "find_cuda",
     "flags_for",
+    "for_nvcc",
+    "forget_folders",
     "import_torch",
     "plan_cuda",
+    "settle_modes",
+    "settle_time",
     "version_note",
     "write_config",
 ]
@@ -71,10 +76,13 @@ def flags_for(platform: str) -> Flags | None:
     host = "-fvisibility=hidden,-ffp-contract=off"
     nvcc = ["-std=c++20", "-O3", f"--compiler-options={host}", cxx[-1], "-DUSE_CUDA"]
     nvcc.append("-Xfatbin=-compress-all")  # a fifth of the size, in no more time
+    # nvcc puts a hash of this path, and its own of the file's name, into names of symbols.
+    nvcc.append("-Xcudafe=--orig_src_path_name=syncbn_cuda")
     # libtorch brings libtorch_cuda where there is one. Naming that would tie the library to a CUDA
     # build of torch at link time, and the shared CUDA runtime to one CUDA release at run time.
     link_torch = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
-    runtime = ["-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+    # Stripped, as nvcc names symbols of the host's code after its own process.
+    runtime = ["-lcudart_static", "-lrt", "-lpthread", "-ldl", "-Wl,--strip-all"]
     return Flags(cxx, nvcc, link_torch, [*link_torch, *runtime])
 
 
