@@ -14,16 +14,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from syncbn_cuda._collective import is_traced, serves_cpu
 from syncbn_cuda._compiler import raise_in_python
+from syncbn_cuda._names import caller
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def fail(owner: torch.nn.Module | None, message: str, error: type = ValueError) -> NoReturn:
     """Raises an error that names the layer, or the function where there is none."""
-    caller = "sync_batch_norm"
-    if owner is not None:
-        caller = f"{type(owner).__name__}({owner.num_features})"
-    raise_in_python(error, f"{caller}: {message}")
+    raise_in_python(error, f"{caller(owner)}: {message}")
 
 
 def check(
