@@ -127,6 +127,10 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
+#: What layers tell before they call on their peers; None, unless ``syncbn_cuda.set_debug`` is on.
+watch: Any = None
+
+
 def is_traced() -> bool:
     """Whether ``make_fx`` or the like writes down what is called."""
     return (_modes() > 0 or _included(_PRE_DISPATCH)) and get_proxy_mode() is not None
@@ -151,11 +155,14 @@ def all_reduce(
         input: what is normalised, likewise.
 
     Raises:
-        RuntimeError: the backend's own type and text, after the layer and the group.
+        RuntimeError: the backend's own type and text, after the layer and the group; or, in debug
+            mode, ranks are about to do different things.
     """
     if compiling or is_traced():
         # A graph would hold the group's own method without the wait for it.
         return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
+    if watch is not None and direction is not None:
+        watch.agree(tensor, group, layer, direction, input)
     try:
         # The group's own method: half the host time of the wrapper.
         work = group.allreduce([tensor], _OPTIONS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_cuda import _checkpoint, _checks, _composite, _transforms
+from syncbn_cuda import _checkpoint, _checks, _collective, _composite, _transforms
 from syncbn_cuda._collective import AllReduce, Sender, all_reduce, hold_group, resolve_group
 from syncbn_cuda._compiler import compiled_with_its_caller
 from syncbn_cuda._library import checking_kernels, kernels_for
@@ -142,6 +142,12 @@ def batch_norm(
 
     A layer, the owner, without running buffers evaluates with the statistics of its local batch.
     """
+    watch = _collective.watch
+    if watch is not None and not (torch.compiler.is_compiling() or watch.is_within()):
+        return watch.call(  # type: ignore[no-any-return]
+            *(batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps),
+            *(num_batches_tracked, group, owner, skip_nonfinite),
+        )
     if not training:
         _checks.check(input, running_mean, running_var, weight, bias, owner)
         return evaluate(input, running_mean, running_var, weight, bias, eps, owner)
