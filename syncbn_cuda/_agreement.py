@@ -189,7 +189,7 @@ class Watch:
                 needed = any(t is not None and t.requires_grad for t in (input, weight, bias))
                 _call.grad = torch.is_grad_enabled() and needed
             return batch_norm(*args)
-        except Exception as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # not what ends a recompute early
             exchange = None if group is None or _call.told else _exchange_of(group)
             if exchange is not None:
                 text = f"{type(error).__name__}: {error}"
