@@ -27,7 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from syncbn_cuda import _checkpoint, _transforms
 from syncbn_cuda._collective import resolve_group
-from syncbn_cuda._names import Layer, caller, qualified_name
+from syncbn_cuda._names import Layer, caller, qualified_names
 from syncbn_cuda._signature import CALLER, Signature, desertion, disagreement
 
 _LONGEST_PAUSE = 0.02
@@ -146,9 +146,9 @@ def _exchange_of(group: Any) -> _Exchange | None:
 def _name_of(owner: nn.Module | None) -> str:
     if owner is None:
         return caller(owner)
-    name = _names.get(owner)
-    if name is None:
-        name = _names[owner] = qualified_name(owner)
+    if owner not in _names:  # the search takes a moment: one for all layers of a model
+        _names.update(qualified_names(type(owner)))
+    name = _names.setdefault(owner, "")
     return repr(name) if name else caller(owner)
 
 

@@ -72,7 +72,8 @@ def sync_batch_norm(
             for the last where only the collective can tell; then every rank raises.
         TypeError: a type is not supported, or ``process_group`` is no process group.
         RuntimeError: a tensor of inference mode would be saved for backward, or written; or a
-            program exported in training would lose its backward.
+            program exported in training would lose its backward. Or the collective failed: the
+            backend's own type and text, after the layer's name in the model and the group's ranks.
 
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to

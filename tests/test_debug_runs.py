@@ -80,17 +80,14 @@ def test_off_it_is_not_even_imported(run):
     assert run(2, off_rank) == [(0, False)] * 2
 
 
-def pair_of_threads_rank(rank):
+def in_two_threads(rank):
     """Trains in two threads, each over a group of its own that all ranks are in."""
-    groups = [dist.new_group() for _ in range(2)]
-    set_debug(True, LONG)
-    nets = [Net(group=group) for group in groups]
+    nets = [Net(group=dist.new_group()) for _ in range(2)]
     results: dict[int, list[torch.Tensor]] = {}
     begun = [threading.Event(), threading.Event()]
 
-    def run_thread(i):
-        # Each rank has another of the threads wait for its peers first.
-        if i != rank % 2:
+    def train_in_thread(i):
+        if i != rank % 2:  # each rank begins with another of the two, which waits for its peers
             begun[1 - i].wait()
         begun[i].set()
         for seed in range(20):
@@ -98,18 +95,14 @@ def pair_of_threads_rank(rank):
             step(nets[i], x)
         results[i] = [*(p.grad for p in nets[i].parameters()), *nets[i].buffers()]
 
-    threads = [threading.Thread(target=run_thread, args=(i,)) for i in range(2)]
+    threads = [threading.Thread(target=train_in_thread, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for a, b in zip(results[0], results[1], strict=True):
         assert torch.equal(a, b)
-    return [exchanges(group) for group in groups]
-
-
-def test_two_threads_with_groups_of_their_own(run):
-    assert run(2, pair_of_threads_rank) == [[80, 80]] * 2
+    return [exchanges(net.bn1.process_group) for net in nets]
 
 
 def checkpointed_rank(rank, reentrant):
@@ -177,23 +170,29 @@ def test_what_is_compiled_is_not_exchanged(run):
     assert run(2, compiled_rank) == [0] * 2
 
 
-def again_rank(rank, store):
-    """What this rank is told in a second world, after a first one that ended well."""
+def again_rank(rank):
+    """What this rank is told in a second world, over another kind of store, after a first one."""
     set_debug(True, LONG)
+    assert in_two_threads(rank) == [80, 80]
     step(Net(), batch())
+    server = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False) if rank == 0 else None
+    port = [None if server is None else server.port]
+    dist.broadcast_object_list(port)
     dist.barrier()
     dist.destroy_process_group()
+    store = server or dist.TCPStore("localhost", port[0], 2, False)
     dist.init_process_group(
-        *("gloo", f"file://{store}"), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        *("gloo", None, timedelta(seconds=60)), rank=rank, world_size=2, store=store
     )
+    assert in_two_threads(rank) == [80, 80]
     step(Net(), batch())
     with pytest.raises(RuntimeError) as caught:
         skips_a_layer(Net(), batch(), rank == 1)
     return str(caught.value)
 
 
-def test_a_second_world_begins_anew(run, tmp_path):
-    told = run(2, again_rank, str(tmp_path / "store"))
+def test_threads_with_groups_of_their_own_and_a_second_world(run):
+    told = run(2, again_rank)
     assert told[0] == told[1] and "at its collective 5: rank 0: forward of 'bn1'" in told[0]
 
 
