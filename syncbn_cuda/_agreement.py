@@ -22,10 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from syncbn_cuda import _checkpoint, _transforms
+from syncbn_cuda import _checkpoint, _checks, _transforms
 from syncbn_cuda._collective import resolve_group
 from syncbn_cuda._names import Layer, caller, qualified_names
 from syncbn_cuda._signature import CALLER, Signature, desertion, disagreement
@@ -56,8 +54,7 @@ class _Exchange:
         self._number += 1
         self._store.set(f"{number}/{self._own}", json.dumps(signature))
         if self._store.add(f"{number}/count", 1) == len(self._ranks):
-            told = self._told(number)
-            self._decide(number, disagreement(told, number, self._ranks), True)
+            self._judge(number)
         self._done.append(number)
         return number
 
@@ -85,23 +82,29 @@ class _Exchange:
         if text:
             raise _Disagreement(text)
 
+    def _judge(self, number: int) -> None:
+        told = self._told(number, self._ranks)
+        self._decide(number, disagreement(told, number, self._ranks), True)
+
     def _give_up(self, number: int, timeout: float) -> None:
-        told = self._told(number)
+        came = [rank for rank in self._ranks if self._store.check([f"{number}/{rank}"])]
+        if len(came) == len(self._ranks):  # and who was to judge has not
+            self._judge(number)
+            return
         notes = {}
-        for rank in set(self._ranks) - set(told):
+        for rank in set(self._ranks) - set(came):
             if self._store.check([f"note/{rank}"]):
                 at, text = json.loads(self._store.get(f"note/{rank}"))
                 if at == number:
                     notes[rank] = text
+        told = self._told(number, came)
         self._decide(number, desertion(told, notes, number, self._ranks, timeout), False)
 
-    def _told(self, number: int) -> dict[int, Signature]:
-        told = {}
-        for rank in self._ranks:
-            key = f"{number}/{rank}"
-            if self._store.check([key]):
-                told[rank] = Signature(*json.loads(self._store.get(key)))
-        return told
+    def _told(self, number: int, ranks: list[int]) -> dict[int, Signature]:
+        values = self._store.multi_get([f"{number}/{rank}" for rank in ranks])
+        return {
+            rank: Signature(*json.loads(value)) for rank, value in zip(ranks, values, strict=True)
+        }
 
     def _decide(self, number: int, text: str, complete: bool) -> None:
         self._store.compare_set(f"{number}/verdict", "", json.dumps((text, complete)))
@@ -130,7 +133,8 @@ class _Call(threading.local):
 
 _call = _Call()
 _lock = threading.Lock()
-#: None for a group without a store. They outlive a watch: the numbers go on.
+#: None for a group without a store, or with one that keeps nothing. They outlive a watch, as the
+#: numbers go on.
 _exchanges: weakref.WeakKeyDictionary[Any, _Exchange | None] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -138,8 +142,8 @@ _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 def _exchange_of(group: Any) -> _Exchange | None:
     with _lock:
         if group not in _exchanges:
-            known = group in c10d._world.pg_map
-            _exchanges[group] = _Exchange(group) if known else None
+            backend = c10d._world.pg_map.get(group, ("fake", None))[0]
+            _exchanges[group] = None if backend == "fake" else _Exchange(group)
         return _exchanges[group]
 
 
@@ -207,11 +211,7 @@ class Watch:
         Raises:
             RuntimeError: they are not, or some did not come in time; the same on all ranks.
         """
-        if isinstance(message, FakeTensor | FunctionalTensor):
-            return
-        if message.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        exchange = _exchange_of(group)
+        exchange = None if _checks.has_no_values(message) else _exchange_of(group)
         if exchange is None:
             return
         owner: Any = None if layer is None else layer()
@@ -221,13 +221,9 @@ class Watch:
             channels, dtype = input.shape[1], str(input.dtype).removeprefix("torch.")
         grad = _call.grad if _call.running else None
         _call.told = True
-        with _store_named():
-            number = exchange.tell(
-                Signature(
-                    *(direction, _name_of(owner), channels, dtype, grad),
-                    exchange.step(owner, direction),
-                )
-            )
+        name, step = _name_of(owner), exchange.step(owner, direction)
+        with _store_named(f"{direction} of {name}"):
+            number = exchange.tell(Signature(direction, name, channels, dtype, grad, step))
             exchange.agree(number, self._timeout or _timeout_of(group, message.device))
 
 
@@ -240,13 +236,13 @@ def _timeout_of(group: Any, device: torch.device) -> float:
 
 
 @contextmanager
-def _store_named() -> Iterator[None]:
+def _store_named(doing: str) -> Iterator[None]:
     try:
         yield
     except _Disagreement as verdict:
         raise RuntimeError(str(verdict)) from None
     except RuntimeError as error:
         raise RuntimeError(
-            f"{CALLER}: the store of the process group failed, perhaps as the rank that keeps it "
-            f"has ended: {error}"
+            f"{CALLER}: before the {doing} the store of the process group failed, perhaps as the "
+            f"rank that keeps it has ended: {error}"
         ) from error

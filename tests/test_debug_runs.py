@@ -10,8 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import fake_world
 from test_debug import LONG, Net, batch, skips_a_layer, step
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -219,6 +221,43 @@ def test_a_group_without_a_store_is_left_alone(switched_back, monkeypatch):
     with pytest.raises(ValueError, match="expected input with 2 channels"):
         layer(batch(3))
     assert layer.num_batches_tracked == 1
+
+
+class LostStore:
+    """The exchanges of a group whose store is gone."""
+
+    def step(self, owner, direction):
+        return 1
+
+    def tell(self, signature):
+        raise dist.DistNetworkError("connection reset")
+
+
+@pytest.fixture
+def lost_store(switched_back, monkeypatch):
+    set_debug(True, LONG)
+    monkeypatch.setattr("syncbn_cuda._agreement._exchange_of", lambda group: LostStore())
+    with fake_world(2):
+        yield
+
+
+def test_a_store_that_fails_is_named_with_the_layer(lost_store):
+    begin = r"FastSyncBatchNorm debug: before the forward of FastSyncBatchNorm\(2\) the store "
+    with pytest.raises(RuntimeError, match=f"{begin}.* failed.*: connection reset"):
+        FastSyncBatchNorm(2)(batch())
+    with pytest.raises(ValueError, match="expected input with 2 channels"):  # as it says more
+        FastSyncBatchNorm(2)(batch(3))
+
+
+def test_what_only_stands_for_a_tensor_is_not_exchanged(lost_store):
+    with FakeTensorMode():
+        assert isinstance(FastSyncBatchNorm(2)(batch()), FakeTensor)
+
+
+def test_a_fake_world_is_left_alone(switched_back):
+    set_debug(True, LONG)
+    with fake_world(2):
+        step(FastSyncBatchNorm(2), batch())
 
 
 def test_alone_there_is_nobody_to_tell(switched_back):
