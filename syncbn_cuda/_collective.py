@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from syncbn_cuda._compiler import compiled_with_its_caller, raise_in_python
+from syncbn_cuda._names import Layer, fail_collective
 
 _AVAILABLE = dist.is_available()
 _OPTIONS: Any = dist.AllreduceOptions() if _AVAILABLE else None
@@ -126,44 +127,91 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
+#: What layers tell before they call on their peers; None, unless ``syncbn_cuda.set_debug`` is on.
+watch: Any = None
+
+
 def is_traced() -> bool:
     """Whether ``make_fx`` or the like writes down what is called."""
     return (_modes() > 0 or _included(_PRE_DISPATCH)) and get_proxy_mode() is not None
 
 
-def all_reduce(tensor: Tensor, group: Any, compiling: bool) -> Tensor:
-    """Returns the sum of a tensor over the ranks of a group, which may take the tensor's place."""
+def all_reduce(
+    tensor: Tensor,
+    group: Any,
+    compiling: bool,
+    layer: Layer | None = None,
+    direction: str | None = None,
+    input: Tensor | None = None,
+) -> Tensor:
+    """Returns the sum of a tensor over the ranks of a group, which may take the tensor's place.
+
+    Args:
+        tensor: dense.
+        group: the ranks.
+        compiling: whether ``torch.compile`` makes a graph of it.
+        layer: the layer that it is for, for errors; None for a call of the function.
+        direction: the part of a step that it is for, for errors; None outside of steps.
+        input: what is normalised, likewise.
+
+    Raises:
+        RuntimeError: the backend's own type and text, after the layer and the group; or, in debug
+            mode, ranks are about to do different things.
+    """
     if compiling or is_traced():
         # A graph would hold the group's own method without the wait for it.
         return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
-    # The group's own method: half the host time of the wrapper.
-    work = group.allreduce([tensor], _OPTIONS)
-    if work is not None:
-        work.wait()
+    if watch is not None and direction is not None:
+        watch.agree(tensor, group, layer, direction, input)
+    try:
+        # The group's own method: half the host time of the wrapper.
+        work = group.allreduce([tensor], _OPTIONS)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        if direction is None:
+            raise
+        fail_collective(error, group, layer, direction, input)
     return tensor
+
+
+class Sender:
+    """Whose sum :class:`AllReduce` makes: the group, and for errors the layer and the direction."""
+
+    __slots__ = ("direction", "group", "layer")
+
+    def __init__(self, group: Any, layer: Layer | None, direction: str) -> None:
+        self.group = group
+        self.layer = layer
+        self.direction = direction
+
+    def derivative(self) -> Sender:
+        """Returns whose sum the backward of this one makes."""
+        return Sender(self.group, self.layer, f"derivative of its {self.direction}")
 
 
 class AllReduce(torch.autograd.Function):
     """The differentiable sum over ranks: the gradient of a sum is the sum of the gradients.
 
-    ``apply(group, tensor, *others)`` returns the sum of the first and the others as they are. Their
-    derivative takes part in its collective, whichever of all of them a rank goes on with.
+    ``apply(sender, tensor, *others)`` returns the sum of the first and the others as they are.
+    Their derivative takes part in its collective, whichever of all of them a rank goes on with.
     """
 
     @staticmethod
-    def forward(group: Any, tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    def forward(sender: Sender, tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         own = tensor.clone(memory_format=torch.contiguous_format)
-        total = all_reduce(own, group, torch.compiler.is_compiling())
+        compiling = torch.compiler.is_compiling()
+        total = all_reduce(own, sender.group, compiling, sender.layer, sender.direction)
         return total, *(other.clone() for other in others)  # which may be written in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.group = inputs[0]
+        ctx.sender = inputs[0]
 
     @staticmethod
     @compiled_with_its_caller
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *AllReduce.apply(ctx.group, *grads)
+        return None, *AllReduce.apply(ctx.sender.derivative(), *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
@@ -173,7 +221,7 @@ class AllReduce(torch.autograd.Function):
                 "FastSyncBatchNorm: torch.func.linearize does not work across ranks: use "
                 "torch.func.jvp, which gives the same derivative"
             )
-        return tuple(AllReduce.apply(ctx.group, *tangents))
+        return tuple(AllReduce.apply(ctx.sender.derivative(), *tangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ operations and a sum over ranks that all transforms know, so that any nesting of
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd import forward_ad
 
 from syncbn_cuda import _checks, _composite
 from syncbn_cuda._checkpoint import Passage
-from syncbn_cuda._collective import AllReduce
+from syncbn_cuda._collective import AllReduce, Sender
 
 try:
     _in_torch_func = torch._C._are_functorch_transforms_active
@@ -57,7 +58,8 @@ def train(
         )
     stats = _composite.batch_norm_stats(input)
     if group is not None:
-        (stats,) = AllReduce.apply(group, stats)
+        layer = None if owner is None else weakref.ref(owner)
+        (stats,) = AllReduce.apply(Sender(group, layer, "forward"), stats)
         if input.numel() <= input.shape[1]:
             with suppress(RuntimeError):  # under vmap there is no single value to read
                 _checks.check_global_count(input, stats, owner)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_cuda import _checkpoint, _checks, _composite, _transforms
-from syncbn_cuda._collective import AllReduce, all_reduce, hold_group, resolve_group
+from syncbn_cuda import _checkpoint, _checks, _collective, _composite, _transforms
+from syncbn_cuda._collective import AllReduce, Sender, all_reduce, hold_group, resolve_group
 from syncbn_cuda._compiler import compiled_with_its_caller
 from syncbn_cuda._library import checking_kernels, kernels_for
 from syncbn_cuda._plain import evaluate, train_alone
@@ -71,7 +72,8 @@ def sync_batch_norm(
             for the last where only the collective can tell; then every rank raises.
         TypeError: a type is not supported, or ``process_group`` is no process group.
         RuntimeError: a tensor of inference mode would be saved for backward, or written; or a
-            program exported in training would lose its backward.
+            program exported in training would lose its backward. Or the collective failed: the
+            backend's own type and text, after the layer's name in the model and the group's ranks.
 
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
@@ -141,6 +143,12 @@ def batch_norm(
 
     A layer, the owner, without running buffers evaluates with the statistics of its local batch.
     """
+    watch = _collective.watch
+    if watch is not None and not (torch.compiler.is_compiling() or watch.is_within()):
+        return watch.call(  # type: ignore[no-any-return]
+            *(batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps),
+            *(num_batches_tracked, group, owner, skip_nonfinite),
+        )
     if not training:
         _checks.check(input, running_mean, running_var, weight, bias, owner)
         return evaluate(input, running_mean, running_var, weight, bias, eps, owner)
@@ -209,20 +217,22 @@ class _SyncBatchNorm(torch.autograd.Function):
         momentum, eps, skip_nonfinite, group, owner, checking, compiling, passage = call
         buffers = (running_mean, running_var, num_batches_tracked)
         kernels = checking or kernels_for(input.device)
+        # Weak: a layer may hold its output, and an output may outlive its layer.
+        layer = None if compiling or owner is None else weakref.ref(owner)
         if passage is not None and passage.is_recompute:
             stats = passage.stats
         else:
             # Also where they have been checked: compilers make one step of two that look alike.
             stats = kernels.batch_norm_stats(input, weight, bias, *buffers)
             if group is not None:
-                stats = all_reduce(stats, group, compiling)
+                stats = all_reduce(stats, group, compiling, layer, "forward", input)
                 if input.numel() <= input.shape[1]:
                     _checks.check_global_count(input, stats, owner)
         if passage is not None:
             passage.keep(stats)
         ctx.save_for_backward(input, weight, stats)
         bias_like_input = bias is not None and bias.dtype is not torch.float32
-        ctx.of_call = (eps, group, bias_like_input, checking, passage)
+        ctx.of_call = (eps, group, bias_like_input, checking, passage, layer)
         if running_mean is None or running_var is None:
             return kernels.batch_norm_elemt(input, stats, weight, bias, eps)
         output = kernels.batch_norm_elemt_running(
@@ -249,7 +259,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
     """Returns the gradients of input, weight and bias."""
     input, weight, stats = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    eps, group, bias_like_input, kernels, passage = ctx.of_call
+    eps, group, bias_like_input, kernels, passage, layer = ctx.of_call
     if passage is not None:
         passage.check()
     weight_like_input = weight is not None and weight.dtype is not torch.float32
@@ -265,7 +275,8 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
             # the collective that a peer's waits in.
             if not stats.requires_grad:
                 stats.requires_grad = True  # requires_grad_() is refused inside of torch.func
-            (stats,) = AllReduce.apply(group, stats)
+            sender = Sender(group, layer, "backward with create_graph=True")
+            (stats,) = AllReduce.apply(sender, stats)
     else:
         if compiling or kernels is None:
             kernels = kernels_for(input.device)
@@ -277,9 +288,9 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None
     # Whatever needs a gradient here: a peer may need more, and it waits for this rank.
     if group is not None:
         if differentiable:
-            sums, grad_weight, grad_bias = AllReduce.apply(group, sums, grad_weight, grad_bias)
+            sums, grad_weight, grad_bias = AllReduce.apply(sender, sums, grad_weight, grad_bias)
         else:
-            sums = all_reduce(sums, group, compiling)
+            sums = all_reduce(sums, group, compiling, layer, "backward", input)
     grad_input = None
     if needs_input:
         grad_input = kernels.batch_norm_backward_elemt(grad_out, input, stats, sums, weight, eps)

@@ -50,9 +50,9 @@ def messages_rank(rank):
     sent = []
     all_reduce = functional.all_reduce
 
-    def counting(tensor, group, compiling):
+    def counting(tensor, *others):
         sent.append(tensor.numel())
-        return all_reduce(tensor, group, compiling)
+        return all_reduce(tensor, *others)
 
     functional.all_reduce = counting
     for order in ((0, 1), (1, 0)):

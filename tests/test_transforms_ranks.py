@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 from torch.utils.checkpoint import checkpoint
 
 from syncbn_cuda import FastSyncBatchNorm
-from syncbn_cuda._collective import AllReduce
+from syncbn_cuda._collective import AllReduce, Sender
 
 #: Samples of each rank.
 COUNTS = (3, SAMPLES - 3)
@@ -97,7 +97,7 @@ def sum_rank(rank):
     group = dist.new_group([0, 1])
     if rank == 2:
         return True
-    both = functools.partial(AllReduce.apply, group)
+    both = functools.partial(AllReduce.apply, Sender(group, None, "forward"))
     x = torch.arange(6.0).view(2, 3).t()  # not contiguous
     own, other = x * (rank + 1), torch.cos(x)
     assert both(own, other)[0].is_contiguous()  # NCCL sums nothing else
