@@ -2,8 +2,8 @@
 
 A ``Case`` holds all there is to know, values by their seed, so that it can be printed, sent to a
 rank and changed (``case._replace``). :func:`search` draws cases until one fails, makes that one as
-small as it can, and tells it with its seed. Two environment variables: ``PROPERTY_CASES``, the cases
-of each property, and ``PROPERTY_SEED``.
+small as it can, and tells it with its seed. Two environment variables: ``PROPERTY_CASES``, how many
+cases of each property, and ``PROPERTY_SEED``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONSTANT = 1e4  # the largest value of a constant channel: 2^-52 of its square c
 
 
 class Case(NamedTuple):
-    """One layer, one batch, and the ways to split it; what follows ``seed`` is for the checks."""
+    """One layer, one batch, and the ways to split it; what follows ``grid`` is for the checks."""
 
     shape: tuple[int, ...]  # of the whole batch
     dtype: torch.dtype
@@ -61,8 +61,8 @@ class Case(NamedTuple):
     world: int
     factor: float  # a power of two of either sign, to multiply by
     seed: int
+    grid: float  # rounds the values to what they can be once this is added
     gain: float = 1.0  # multiplies the values and what the running buffers start from
-    grid: float = 0.0  # rounds the values as if this were added to them
     shift: float = 0.0
     weight_gain: float = 1.0
     bias_gain: float = 1.0
@@ -192,6 +192,7 @@ def cases(worlds: int = 1) -> Any:
         dtype, narrow = draw(sampled(DTYPES)), draw(flags)
         ratio = draw(sampled([0.0, 1.0, 10.0, 100.0, 1000.0]))
         std = draw(sampled([1.0, 1e-4, 1e-3, 1e-2, 0.1, 10.0, 100.0, 1e3, 1e4]))
+        coarse = dtype == torch.float32 and draw(flags)  # as those of images, or of narrower types
         if dtype == torch.float16:  # which ends at 65504: room for a gain, and for a variance
             std = min(std, 2048 / (ratio + 32), *([8.0] if narrow else []))
         strides = strategies.one_of(
@@ -219,6 +220,7 @@ def cases(worlds: int = 1) -> Any:
             world=draw(strategies.integers(1, worlds)),
             factor=draw(sampled([2.0, -1.0, -2.0, 4.0, 16.0, -16.0])),
             seed=draw(strategies.integers(0, 2**31)),
+            grid=2.0 ** math.ceil(math.log2(std * (ratio + 16)) + 14) if coarse else 0.0,
         )
 
     return drawn()
@@ -230,7 +232,7 @@ def search(
     """Calls check(*args, case) with drawn cases; returns how many.
 
     Raises:
-        AssertionError: one fails. The text has the smallest case that does, and how to see it again.
+        AssertionError: one fails; with the smallest case that does, and how to see it again.
     """
     tried: list[Case] = []
 
