@@ -1,5 +1,5 @@
-# The vocabulary of the project: make demo | test | sanitize | mutants | lint | format | bench |
-# accuracy | gpu-check | wheel | reproduce | requirements | audit | clean.
+# The vocabulary of the project: make demo | test | properties | sanitize | mutants | lint | format |
+# bench | accuracy | gpu-check | wheel | reproduce | requirements | audit | clean.
 # Each target sets up what it needs in $(VENV), with an editable install of the package; a second call
 # starts at once. Variables: PYTHON, VENV, TORCH (e.g. TORCH=torch==2.13.0), EXTRAS (without models where
 # no torchvision fits the torch), NPROC, DEMO_ARGS, PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, BENCH_OUT, and
@@ -45,7 +45,8 @@ SANITIZED_PYTEST = SYNCBN_SANITIZE=1 SYNCBN_EMULATOR_FLAGS='$(SANITIZE)' \
   PYTHONPATH=build/sanitize/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD='$(call sanitizer,asan) $(call sanitizer,ubsan)' $(BIN)/pytest --capture=sys
 
-.PHONY: demo test sanitize mutants lint format bench accuracy gpu-check wheel reproduce requirements audit clean
+.PHONY: demo test properties sanitize mutants lint format bench accuracy gpu-check wheel reproduce \
+  requirements audit clean
 .DELETE_ON_ERROR:
 
 demo: $(PACKAGE_STAMP)
@@ -54,6 +55,11 @@ demo: $(PACKAGE_STAMP)
 
 test: $(PACKAGE_STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Nightly: at least 10,000 cases, other ones each time. Which, and how many, is said at the end.
+properties: $(PACKAGE_STAMP)
+	OMP_NUM_THREADS=1 PROPERTY_CASES=$${PROPERTY_CASES:-500} PROPERTY_SEED=$${PROPERTY_SEED:-$$(date +%s)} \
+	  $(BIN)/python -m pytest tests/test_properties.py $(PYTEST_ARGS)
 
 sanitize: $(PACKAGE_STAMP)
 	mkdir -p build
@@ -112,7 +118,7 @@ audit: $(BIN)/python
 # Keeps the environment, which is gigabytes; rm -r $(VENV) removes it.
 clean:
 	rm -rf build dist *.egg-info syncbn_cuda/*.so syncbn_cuda/_build_config.py $(VENV)/.package-* \
-	  .pytest_cache .mypy_cache .ruff_cache
+	  .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
