@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from typing import Any
@@ -127,6 +128,29 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
+#: The world of the process that this one was forked from.
+_inherited: Any = None
+
+
+def _inherit() -> None:
+    global _inherited
+    _inherited = c10d._world.default_pg
+
+
+if _AVAILABLE and hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
+
+
+def _refuse_inherited() -> None:
+    """Raises in a fork of a rank, whose connections it shares without the threads behind them."""
+    if c10d._world.default_pg is _inherited:
+        raise RuntimeError(
+            "this process was forked from a rank, such as a DataLoader's worker, and is none "
+            "itself: it would wait for ever, or mix its sums into those of the rank; call "
+            "model.eval() in it, or start it with multiprocessing_context='spawn'"
+        )
+
+
 def is_traced() -> bool:
     """Whether ``make_fx`` or the like writes down what is called."""
     return (_modes() > 0 or _included(_PRE_DISPATCH)) and get_proxy_mode() is not None
@@ -151,12 +175,15 @@ def all_reduce(
         input: what is normalised, likewise.
 
     Raises:
-        RuntimeError: the backend's own type and text, after the layer and the group.
+        RuntimeError: the backend's own type and text, after the layer and the group; or this
+            process is a fork of a rank.
     """
     if compiling or is_traced():
         # A graph would hold the group's own method without the wait for it.
         return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
     try:
+        if _inherited is not None:
+            _refuse_inherited()
         # The group's own method: half the host time of the wrapper.
         work = group.allreduce([tensor], _OPTIONS)
         if work is not None:
