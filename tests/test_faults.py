@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -50,17 +51,21 @@ def train_once(model, batch):
     model(batch).square().mean().backward()
 
 
-def end_by(number):
+def end_by(number, *_):
     os.kill(os.getpid(), number)
 
 
-def end_in_the_collective():
+def end_in_the_collective(*_):
     """The others come to it later."""
     threading.Timer(0.5, end_by, (signal.SIGKILL,)).start()
 
 
-def run_out_of_memory():
+def run_out_of_memory(*_):
     raise torch.OutOfMemoryError("planted")
+
+
+def lose_a_channel(_, inputs):
+    return inputs[0][:, 1:]
 
 
 WAYS = {
@@ -68,28 +73,25 @@ WAYS = {
     "killed in the collective": end_in_the_collective,
     "stalled": partial(end_by, signal.SIGSTOP),
     "out of memory": run_out_of_memory,
-    "wrong input": None,  # what is done to it: see plant
+    "wrong input": lose_a_channel,
 }
 
 
-def plant(net, way, place, is_victim):
+def wait_for_the_end_of(process, *_):
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(process, 0)
+            time.sleep(0.01)
+
+
+def plant(net, place, befall):
     """Arranges for what befalls a rank at its next forward of the middle layer, or backward."""
-    layer = net.body.norm
-    if is_victim and way == "wrong input":
-        layer.register_forward_pre_hook(lambda _, inputs: inputs[0][:, 1:])
-        return
-    if is_victim:
-        befall = WAYS[way]
-    elif way == "killed in the collective":
-        befall = partial(time.sleep, 1.0)
+    if place == "forward":
+        net.body.norm.register_forward_pre_hook(befall)
+    elif place == "backward":
+        net.body.norm.register_full_backward_pre_hook(befall)
     else:
-        return
-    if place == "between":
         befall()
-    elif place == "forward":
-        layer.register_forward_pre_hook(lambda *_: befall())
-    else:
-        layer.register_full_backward_pre_hook(lambda *_: befall())
 
 
 def buffers_of(net):
@@ -123,7 +125,10 @@ def lose_a_rank(rank, way, place, wraps):
     assert buffers_of(net) == before
 
     began = time.monotonic()
-    plant(net, way, place, rank == VICTIM)
+    if rank == VICTIM:
+        plant(net, place, WAYS[way])
+    elif way == "killed in the collective":
+        plant(net, place, partial(wait_for_the_end_of, processes[VICTIM]))
     try:
         train_once(model, second)
     except RuntimeError as error:
