@@ -6,6 +6,7 @@ from syncbn_cuda import functional
 from syncbn_cuda._library import build_info, is_cuda_ext_available
 from syncbn_cuda._registry import register_converter
 from syncbn_cuda.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn_cuda.debug import set_debug
 from syncbn_cuda.groups import sync_groups
 from syncbn_cuda.health import Finding, HealthReport, VerificationError, verify
 from syncbn_cuda.module import FastSyncBatchNorm
@@ -27,6 +28,7 @@ __all__ = [
     "reduce_running_stats",
     "register_converter",
     "revert_sync_batchnorm",
+    "set_debug",
     "sync_groups",
     "verify",
 ]

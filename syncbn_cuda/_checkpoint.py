@@ -178,6 +178,11 @@ def may_be_around() -> bool:
     )
 
 
+def inside_function() -> bool:
+    """Whether a call is inside of an autograd function, whose grad mode says nothing of outside."""
+    return _KNOWN and not _outside_functions()
+
+
 def selects() -> bool:
     """Whether a selective checkpoint, by a dispatch mode, saves what some operators return."""
     return any(isinstance(mode, _SELECTIVE) for mode in _modes())

@@ -203,6 +203,13 @@ def _check_written(
         )
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor only stands for one: of a trace, or of a CUDA graph that is captured."""
+    if isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.device.type == "meta":
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | None) -> None:
     """Checks the reduced count, on a rank that has at most one value a channel.
 
@@ -214,9 +221,7 @@ def check_global_count(input: Tensor, stats: Tensor, owner: torch.nn.Module | No
     """
     if torch.compiler.is_compiling() or is_traced():
         return
-    if isinstance(stats, (FakeTensor, FunctionalTensor)) or stats.device.type == "meta":
-        return  # traced: no value to read
-    if stats.is_cuda and torch.cuda.is_current_stream_capturing():
+    if has_no_values(stats):
         return
     if stats[-1].item() == 1:
         _fail_single_value(input, owner, " in the whole process group")

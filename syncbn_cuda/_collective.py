@@ -141,14 +141,22 @@ if _AVAILABLE and hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_inherit)
 
 
-def _refuse_inherited() -> None:
+def _refuse_inherited(
+    group: Any, layer: Layer | None, direction: str | None, input: Tensor | None
+) -> None:
     """Raises in a fork of a rank, whose connections it shares without the threads behind them."""
-    if c10d._world.default_pg is _inherited:
-        raise RuntimeError(
-            "this process was forked from a rank, such as a DataLoader's worker, and is none "
-            "itself: it would wait for ever, or mix its sums into those of the rank; call "
-            "model.eval() in it, or start it with multiprocessing_context='spawn'"
-        )
+    if c10d._world.default_pg is not _inherited:
+        return
+    refusal = RuntimeError(
+        "this process was forked from a rank, such as a DataLoader's worker, and is none itself: "
+        "it would wait for ever, or mix its sums into those of the rank; call model.eval() in it, "
+        "or start it with multiprocessing_context='spawn'"
+    )
+    fail_collective(refusal, group, layer, direction or "sum", input)
+
+
+#: What layers tell before they call on their peers; None, unless ``syncbn_cuda.set_debug`` is on.
+watch: Any = None
 
 
 def is_traced() -> bool:
@@ -176,14 +184,16 @@ def all_reduce(
 
     Raises:
         RuntimeError: the backend's own type and text, after the layer and the group; or this
-            process is a fork of a rank.
+            process is a fork of a rank; or, in debug mode, ranks are about to do different things.
     """
     if compiling or is_traced():
         # A graph would hold the group's own method without the wait for it.
         return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
+    if _inherited is not None:  # before a debug mode talks to the store of the rank
+        _refuse_inherited(group, layer, direction, input)
+    if watch is not None and direction is not None:
+        watch.agree(tensor, group, layer, direction, input)
     try:
-        if _inherited is not None:
-            _refuse_inherited()
         # The group's own method: half the host time of the wrapper.
         work = group.allreduce([tensor], _OPTIONS)
         if work is not None:

@@ -36,12 +36,28 @@ def qualified_name(layer: nn.Module) -> str:
 
     Of several as long it is the first in the order of the alphabet, the same on every rank.
     """
+    return ".".join(_path(layer, _parents(), ()))
+
+
+def qualified_names(kind: type[nn.Module]) -> dict[nn.Module, str]:
+    """Returns the names of all living modules of a class, those with an empty one left out."""
+    parents = _parents()
+    names = {}
+    for held in list(parents.values()):
+        parent, name = held[0]
+        module = parent._modules.get(name)
+        if isinstance(module, kind):
+            names[module] = ".".join(_path(module, parents, ()))
+    return names
+
+
+def _parents() -> Parents:
     parents: Parents = {}
     for found in gc.get_objects():
         if issubclass(type(found), nn.Module):  # isinstance would wake what stands for another
             for name, child in list(vars(found).get("_modules", {}).items()):
                 parents.setdefault(id(child), []).append((found, name))
-    return ".".join(_path(layer, parents, ()))
+    return parents
 
 
 def _path(module: Any, parents: Parents, below: tuple[int, ...]) -> tuple[str, ...]:

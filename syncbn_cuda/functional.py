@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_cuda import _checkpoint, _checks, _composite, _transforms
+from syncbn_cuda import _checkpoint, _checks, _collective, _composite, _transforms
 from syncbn_cuda._collective import AllReduce, Sender, all_reduce, hold_group, resolve_group
 from syncbn_cuda._compiler import compiled_with_its_caller
 from syncbn_cuda._library import checking_kernels, kernels_for
@@ -72,7 +72,8 @@ def sync_batch_norm(
             for the last where only the collective can tell; then every rank raises.
         TypeError: a type is not supported, or ``process_group`` is no process group.
         RuntimeError: a tensor of inference mode would be saved for backward, or written; or a
-            program exported in training would lose its backward.
+            program exported in training would lose its backward. Or the collective failed: the
+            backend's own type and text, after the layer's name in the model and the group's ranks.
 
     Note:
         Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
@@ -142,6 +143,12 @@ def batch_norm(
 
     A layer, the owner, without running buffers evaluates with the statistics of its local batch.
     """
+    watch = _collective.watch
+    if watch is not None and not (torch.compiler.is_compiling() or watch.is_within()):
+        return watch.call(  # type: ignore[no-any-return]
+            *(batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps),
+            *(num_batches_tracked, group, owner, skip_nonfinite),
+        )
     if not training:
         _checks.check(input, running_mean, running_var, weight, bias, owner)
         return evaluate(input, running_mean, running_var, weight, bias, eps, owner)

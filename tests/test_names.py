@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_cuda import FastSyncBatchNorm, _collective
-from syncbn_cuda._names import qualified_name, shown_ranks
+from syncbn_cuda._names import qualified_name, qualified_names, shown_ranks
 from syncbn_cuda.functional import sync_batch_norm
 
 
@@ -45,7 +45,11 @@ def test_a_layer_has_the_longest_path_that_leads_to_it():
     assert qualified_name(layer) == "net.blocks.1.bn"
     del outer
     assert qualified_name(layer) == "blocks.1.bn"
-    assert qualified_name(FastSyncBatchNorm(2)) == ""
+    alone = FastSyncBatchNorm(2)
+    assert qualified_name(alone) == ""
+    names = qualified_names(FastSyncBatchNorm)
+    assert [names[block.bn] for block in net.blocks] == ["blocks.0.bn", "blocks.1.bn"]
+    assert alone not in names and net.stem not in names
 
 
 def test_of_paths_as_long_it_is_the_first_in_the_alphabet():
