@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from typing import Any
@@ -127,6 +128,33 @@ def serves_cpu(group: Any) -> bool:
     return serves
 
 
+#: The world of the process that this one was forked from.
+_inherited: Any = None
+
+
+def _inherit() -> None:
+    global _inherited
+    _inherited = c10d._world.default_pg
+
+
+if _AVAILABLE and hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
+
+
+def _refuse_inherited(
+    group: Any, layer: Layer | None, direction: str | None, input: Tensor | None
+) -> None:
+    """Raises in a fork of a rank, whose connections it shares without the threads behind them."""
+    if c10d._world.default_pg is not _inherited:
+        return
+    refusal = RuntimeError(
+        "this process was forked from a rank, such as a DataLoader's worker, and is none itself: "
+        "it would wait for ever, or mix its sums into those of the rank; call model.eval() in it, "
+        "or start it with multiprocessing_context='spawn'"
+    )
+    fail_collective(refusal, group, layer, direction or "sum", input)
+
+
 #: What layers tell before they call on their peers; None, unless ``syncbn_cuda.set_debug`` is on.
 watch: Any = None
 
@@ -155,12 +183,14 @@ def all_reduce(
         input: what is normalised, likewise.
 
     Raises:
-        RuntimeError: the backend's own type and text, after the layer and the group; or, in debug
-            mode, ranks are about to do different things.
+        RuntimeError: the backend's own type and text, after the layer and the group; or this
+            process is a fork of a rank; or, in debug mode, ranks are about to do different things.
     """
     if compiling or is_traced():
         # A graph would hold the group's own method without the wait for it.
         return _functional.all_reduce(tensor, "sum", group)  # type: ignore[no-any-return]
+    if _inherited is not None:  # before a debug mode talks to the store of the rank
+        _refuse_inherited(group, layer, direction, input)
     if watch is not None and direction is not None:
         watch.agree(tensor, group, layer, direction, input)
     try:

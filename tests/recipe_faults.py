@@ -1,14 +1,20 @@
-"""The recipe with a fault in one rank: recipe_faults.py FAULT RANK ARGUMENTS..."""
+"""The recipe with a fault in one rank: recipe_faults.py FAULT[,FAULT...] RANK ARGUMENTS...
+
+Of several faults there is one each time that torchrun starts the ranks.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from scripts import example
+
+from syncbn_cuda import FastSyncBatchNorm, functional
 
 recipe = example("train_segmentation")
 data = example("segmentation.data")
@@ -35,6 +41,41 @@ def dies() -> None:
     before(recipe.Recipe, "train_epoch", die)
 
 
+def in_the_second_epoch(fault, owner: type, method: str) -> None:
+    """At a call in its midst."""
+    calls = itertools.count(1)
+
+    def arm(epoch: int) -> None:
+        if epoch == 1:
+            before(owner, method, lambda *_: fault() if next(calls) == 8 else None)
+
+    before(recipe.Recipe, "train_epoch", arm)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise RuntimeError("planted")
+
+
+def killed_in_forward() -> None:
+    in_the_second_epoch(kill, FastSyncBatchNorm, "forward")
+
+
+def killed_in_backward() -> None:
+    in_the_second_epoch(kill, functional._SyncBatchNorm, "backward")
+
+
+def killed_between() -> None:
+    in_the_second_epoch(kill, recipe.UNet, "forward")
+
+
+def raises_in_forward() -> None:
+    in_the_second_epoch(fail, FastSyncBatchNorm, "forward")
+
+
 def in_the_second_step(fault) -> None:
     forwards = itertools.count(1)  # of which the first two try the net out and warm up
 
@@ -47,10 +88,6 @@ def in_the_second_step(fault) -> None:
 
 def raises() -> None:
     """While the others are in the midst of a step."""
-
-    def fail() -> None:
-        raise RuntimeError("planted")
-
     in_the_second_step(fail)
 
 
@@ -78,8 +115,10 @@ def evaluates_slowly() -> None:
 
 
 if __name__ == "__main__":
-    _, fault, rank, *arguments = sys.argv
-    if rank == os.environ.get("RANK", "0"):
-        globals()[fault]()
+    _, faults, rank, *arguments = sys.argv
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    for fault in faults.split(",")[start : start + 1]:
+        if rank == os.environ.get("RANK", "0"):
+            globals()[fault]()
     sys.argv = ["train_segmentation.py", *arguments]
     recipe.main()

@@ -77,6 +77,21 @@ def test_the_best_net_is_kept_without_what_wraps_it(undisturbed) -> None:
     assert not any(name.startswith("module.") for name in best["model"])
 
 
+def assert_same_run(out: Path, undisturbed: Path) -> None:
+    """Asserts that a run ended as another one, and told the same of each epoch."""
+    expected, found = (
+        tree_leaves_with_path(torch.load(path / "checkpoint.pt", weights_only=True))
+        for path in (undisturbed, out)
+    )
+    assert len(found) == len(expected)
+    for (where, value), (there, other) in zip(expected, found, strict=True):
+        assert where == there
+        same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+        assert same, where
+    told, expected = (lines(path, "epoch") for path in (out, undisturbed))
+    assert [line.get("ious") for line in told] == [line.get("ious") for line in expected]
+
+
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(ranks, undisturbed, tmp_path) -> None:
     arguments = (*SMALL, "--epochs", 2, "--out", tmp_path)
@@ -88,18 +103,20 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(ranks, undisturbed, tm
     assert torch.load(checkpoint, weights_only=True)["epoch"] == 1
     done = run(*torchrun(ranks), RECIPE, *arguments, "--resume", "auto")
     assert f"Going on from {checkpoint}, after epoch 1.\n" in done.stdout
+    assert_same_run(tmp_path, undisturbed(ranks))
 
-    expected, found = (
-        tree_leaves_with_path(torch.load(path / "checkpoint.pt", weights_only=True))
-        for path in (undisturbed(ranks), tmp_path)
-    )
-    assert len(found) == len(expected)
-    for (where, value), (there, other) in zip(expected, found, strict=True):
-        assert where == there
-        same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
-        assert same, where
-    told, expected = (lines(path, "epoch") for path in (tmp_path, undisturbed(ranks)))
-    assert [line.get("ious") for line in told] == [line.get("ious") for line in expected]
+
+@pytest.mark.parametrize(
+    "faults", ("killed_in_forward,killed_in_backward", "killed_between,raises_in_forward")
+)
+def test_a_run_that_torchrun_starts_again_is_the_undisturbed_one_bit_for_bit(
+    faults, undisturbed, tmp_path
+) -> None:
+    starts = (*torchrun(2), "--max-restarts", 2, FAULTS, faults, 1)
+    done = run(*starts, *SMALL, "--epochs", 2, "--out", tmp_path, "--resume", "auto")
+    assert done.stdout.count("2 ranks on cpu") == 3
+    assert done.stdout.count(f"Going on from {tmp_path / 'checkpoint.pt'}, after epoch 1.\n") == 2
+    assert_same_run(tmp_path, undisturbed(2))
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(undisturbed, tmp_path) -> None:

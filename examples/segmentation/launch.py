@@ -138,6 +138,8 @@ def _join(timeout: float) -> World:
         torch.cuda.set_device(device)  # before the process group, or all ranks would meet on GPU 0
     if "RANK" in os.environ:
         store, rank, size = next(dist.rendezvous("env://"))
+        # torchrun keeps its store over restarts, with all that earlier ranks have left in it.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
     dist.init_process_group(
