@@ -5,7 +5,8 @@ same batch, in simulated ranks on the CPU. The error of a result is the largest 
 element of a channel from what is right for the batch as rounded to its type, in ulps: the distance
 of neighbouring numbers of the result's type (y and dx: that of the input; the buffers: float32, or
 float64 for float64 input) at the largest right magnitude of that channel, of a mean at least that
-of std / sqrt(N). A cell has the worst of its channels. ``relative`` in the rows is the same divided by that magnitude instead.
+of std / sqrt(N). A cell has the worst of its channels. ``relative`` in the rows is the same divided
+by that magnitude instead.
 
 Up to a mean of 1e5 stds (of a constant channel: 1e4) our error in y, dx, running mean and running
 variance is at most 1.34 times the best of the others, or 4 ulps. Beyond, and for float64 input, it

@@ -148,6 +148,12 @@ def record(layer: _BatchNorm, totals: dict[_BatchNorm, Tensor]) -> Callable[[], 
     return layer.register_forward_pre_hook(add, with_kwargs=True).remove
 
 
+def message_of_nothing(layer: _BatchNorm) -> Tensor:
+    """Returns the message of a layer that has seen no input."""
+    nothing = torch.empty(0, layer.num_features, device="cpu")
+    return kernels_for(nothing.device).batch_norm_stats(nothing)
+
+
 def write(layer: _BatchNorm, total: Tensor) -> None:
     """Makes the running buffers of a layer the statistics of a message; of an empty one, nothing.
 

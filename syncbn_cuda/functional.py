@@ -76,10 +76,10 @@ def sync_batch_norm(
             backend's own type and text, after the layer's name in the model and the group's ranks.
 
     Note:
-        Sums of squares lose about ``2**-52 * mean**2`` of a variance: nothing that counts up to
-        ``mean / std`` of 1e5, in float64 as in float32. NaN or Inf in a channel makes the output of
-        that channel NaN, and its buffers NaN or Inf, as in BatchNorm; for the latter see
-        ``skip_nonfinite_update``.
+        The message has a high and a low part of each sum, so that a variance loses no more than
+        about ``2**-73 * mean**2``: nothing that counts up to ``mean / std`` of 1e6 in float32 and
+        of 1e4 in float64. NaN or Inf in a channel makes the output of that channel NaN, and its
+        buffers NaN or Inf, as in BatchNorm; for the latter see ``skip_nonfinite_update``.
 
         Every rank of the group has to run each training forward, and its backward if any does; one
         without data takes part with an empty batch, ``input[:0]``, whose output leads to its loss.
@@ -92,7 +92,7 @@ def sync_batch_norm(
         graph, a single value a channel in a group of several ranks goes unnoticed.
 
         Sums are accumulated in float32 shifted by the data (float64 for float64 input) and leave a
-        rank as float64. One ``all_reduce`` of ``2C + 1`` doubles in forward and one of ``2C`` in
+        rank as float64. One ``all_reduce`` of ``4C + 1`` doubles in forward and one of ``2C`` in
         backward; nothing is read back by the host, unless a rank holds at most one value a channel.
         Two runs give the same bits, and the buffers are the same bits on every rank.
         The gradients of weight and bias are this rank's own, as ``DistributedDataParallel`` wants.

@@ -162,7 +162,7 @@ def recompute_running_stats(
         within a forward, until their group's timeout; what loaders raise all ranks hear of at once.
 
         Sums are float64 and stay on the device; one ``all_reduce`` at the end, and a small exchange
-        on the CPU before each batch. A variance loses ``2**-52 * mean**2``. Buffers are the same
+        on the CPU before each batch. A large mean costs a variance nothing. Buffers are the same
         bits on every rank; all other buffers, ``num_batches_tracked`` and each module's
         ``training`` come back as they were, and a layer that saw no value keeps its buffers. A
         layer with ``skip_nonfinite_update`` does without a rank's batch that has NaN or Inf. What
@@ -217,9 +217,7 @@ def recompute_running_stats(
         with Lockstep(caller, synchronised, everyones) as lockstep:
             _running.run(caller, net, loader, device, num_batches, lockstep, pools)
     parts = [
-        totals[layer]
-        if layer in totals
-        else torch.zeros(2 * layer.num_features + 1, dtype=torch.float64, device="cpu")
+        totals[layer] if layer in totals else _running.message_of_nothing(layer)
         for layer in layers.values()
     ]
     for layer, total in zip(layers.values(), _running.sum_over(group, parts), strict=True):

@@ -91,6 +91,12 @@ def random(
     return values.to(dtype).to(torch.get_default_device())
 
 
+def unit_message(channels: int) -> Tensor:
+    """Returns a message of mean 0 and variance 1."""
+    parts = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64).repeat_interleave(channels)
+    return torch.cat([parts, parts.new_ones(1)])
+
+
 def numpy(x: Tensor) -> np.ndarray:
     """Returns a copy of the values in float64 (of every type exactly)."""
     return x.detach().cpu().double().numpy().copy()

@@ -1,4 +1,7 @@
-"""Batch norm over a global batch in NumPy float64, forward and backward: what is right."""
+"""Batch norm over a global batch, forward and backward: what is right, rounded to float64.
+
+In NumPy's extended precision, as float64 results are compared as well.
+"""
 
 from __future__ import annotations
 
@@ -34,32 +37,39 @@ def _dims(x: np.ndarray) -> tuple[int, ...]:
     return (0, *range(2, x.ndim))
 
 
+def _centre(x) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and x - mean in extended precision: in a second pass what the first one left."""
+    wide = np.asarray(x).astype(np.longdouble)
+    mean = wide.mean(_dims(wide))
+    centred = wide - _spread(mean, wide)
+    rest = centred.mean(_dims(wide))
+    return mean + rest, centred - _spread(rest, wide)
+
+
 def forward(x, weight=None, bias=None, eps=1e-5) -> Forward:
-    """Normalises x (N, C, *) with its own statistics, two passes in float64."""
-    x = np.asarray(x, np.float64)
-    mean = x.mean(_dims(x))
-    centred = x - _spread(mean, x)
-    var = (centred**2).mean(_dims(x))
-    y = centred / np.sqrt(_spread(var, x) + eps)
+    """Normalises x (N, C, *) with its own statistics."""
+    mean, centred = _centre(x)
+    var = (centred**2).mean(_dims(centred))
+    y = centred / np.sqrt(_spread(var, centred) + eps)
     if weight is not None:
-        y = y * _spread(np.asarray(weight, np.float64), x)
+        y = y * _spread(np.asarray(weight, np.float64), y)
     if bias is not None:
-        y = y + _spread(np.asarray(bias, np.float64), x)
-    return Forward(y, mean, var, x.size // x.shape[1])
+        y = y + _spread(np.asarray(bias, np.float64), y)
+    return Forward(*(v.astype(np.float64) for v in (y, mean, var)), y.size // y.shape[1])
 
 
 def backward(dy, x, weight=None, eps=1e-5) -> Backward:
     """Differentiates :func:`forward` at x, for the gradient dy of its output."""
-    dy, x = np.asarray(dy, np.float64), np.asarray(x, np.float64)
-    _, mean, var, count = forward(x, eps=eps)
-    centred = x - _spread(mean, x)
-    invstd = 1 / np.sqrt(var + eps)
-    sum_dy = dy.sum(_dims(x))
-    sum_dy_xmu = (dy * centred).sum(_dims(x))
-    slope = _spread(sum_dy_xmu / count * invstd**2, x)
+    dy, centred = np.asarray(dy).astype(np.longdouble), _centre(x)[1]
+    count = dy.size // dy.shape[1]
+    invstd = 1 / np.sqrt((centred**2).mean(_dims(dy)) + eps)
+    sum_dy = dy.sum(_dims(dy))
+    sum_dy_xmu = (dy * centred).sum(_dims(dy))
+    slope = _spread(sum_dy_xmu / count * invstd**2, dy)
     scale = invstd if weight is None else invstd * np.asarray(weight, np.float64)
-    dx = (dy - _spread(sum_dy / count, x) - centred * slope) * _spread(scale, x)
-    return Backward(dx, sum_dy_xmu * invstd, sum_dy, sum_dy, sum_dy_xmu)
+    dx = (dy - _spread(sum_dy / count, dy) - centred * slope) * _spread(scale, dy)
+    results = (dx, sum_dy_xmu * invstd, sum_dy, sum_dy, sum_dy_xmu)
+    return Backward(*(v.astype(np.float64) for v in results))
 
 
 def running(old_mean, old_var, batch: Forward, factor: float) -> tuple[np.ndarray, np.ndarray]:
@@ -72,9 +82,11 @@ def running(old_mean, old_var, batch: Forward, factor: float) -> tuple[np.ndarra
 
 
 def message(values: np.ndarray) -> np.ndarray:
-    """Returns the message of values [C, count]: their sums, all in the high parts."""
-    sums = np.array([*values.sum(1), *(values**2).sum(1)])
-    return np.array([*sums, *np.zeros_like(sums), values.shape[1]])
+    """Returns the message of values [C, count]: their sums, rounded, and what that leaves."""
+    wide = values.astype(np.longdouble)
+    sums = np.array([*wide.sum(1), *(wide**2).sum(1)])
+    high = sums.astype(np.float64)
+    return np.array([*high, *(sums - high), values.shape[1]], np.float64)
 
 
 def split_message(stats: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

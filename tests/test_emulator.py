@@ -157,7 +157,7 @@ def test_long_sums_lose_no_digit(emulator, layout):
 def test_a_variance_that_rounding_left_negative_is_zero(emulator):
     run = Run(emulator, CHANNELS_LAST[1], torch.float32)
     C = run.layout.C
-    run.message = np.array([0.0] * C + [-1.0] * C + [10.0])
+    run.message = np.array([0.0] * C + [-1.0] * C + [0.0] * 2 * C + [10.0])
     assert_close(run.elemt(), numpy(run.x) / np.sqrt(EPS), torch.float32)
 
 

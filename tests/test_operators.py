@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from inputs import DENSE, DTYPES, SHAPES, assert_close, numpy, random
+from inputs import DENSE, DTYPES, SHAPES, assert_close, numpy, random, unit_message
 from reference import split_message
 
 from syncbn_cuda import _composite, _library
@@ -145,8 +145,7 @@ def test_an_output_of_several_megabytes(compiled):
 def test_narrow_types_are_read_and_rounded_as_by_torch(compiled, dtype, shape):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(shape)  # every value
     channels = shape[1]
-    stats = torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(channels)
-    stats = torch.cat([stats, torch.ones(1)]).double()
+    stats = unit_message(channels)
     for factor in (1.0, 1.5, 0.7):  # exact; half of them ties; any
         weight, bias = torch.full((channels,), factor), torch.zeros(channels)
         y = compiled.batch_norm_elemt(x, stats, weight, bias, 0.0)
@@ -160,7 +159,7 @@ def test_narrow_types_are_read_and_rounded_as_by_torch(compiled, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_empty_rank(kernels, shape, dtype):
     x = torch.empty(shape, dtype=dtype)
-    assert torch.equal(kernels.batch_norm_stats(x), torch.zeros(9, dtype=torch.float64))
+    assert torch.equal(kernels.batch_norm_stats(x), torch.zeros(17, dtype=torch.float64))
     peers = message(random((3, 4, 5), dtype))
     running = [torch.zeros(4), torch.ones(4), torch.tensor(0)]
     y = kernels.batch_norm_elemt_running(x, peers, None, None, EPS, *running, 0.1)

@@ -140,6 +140,8 @@ def test_a_step_has_the_types_and_the_accuracy_of_batch_norm(ranks, name, world_
         # A step is as accurate as torch's own, whose error is a draw too, and a rounding a rank.
         rounding = ROUNDING[dy.dtype] * float(np.abs(expected).max())
         own = float(np.abs(numpy(their) - expected).max())
+        if their.dtype == torch.float64:  # what is right is no more exact than it
+            own = max(own, 4 * rounding)
         assert np.abs(value - expected).max() <= 2 * own + (1 + world_size) * rounding, key
 
 
