@@ -85,7 +85,8 @@ SYNCBN_HOST_DEVICE double message_count(const double* message /* [4C + 1] */, in
 
 // A sum over `count` values as a high part that adds up exactly, and the rest.
 SYNCBN_HOST_DEVICE Pair split(const Pair& sum, double count) {
-  const double grid = mul_rn(std::fabs(sum.high / count), 0x1p32);  // its ulp: 2^-20 of a value
+  // Of the sum's sign, so that it rounds -x as x. Its ulp is 2^-20 of a value.
+  const double grid = mul_rn(sum.high / count, 0x1p32);
   const double high = add_rn(add_rn(sum.high, grid), -grid);
   // NaN where the sum is not finite, or as good as that.
   return high == high ? Pair{high, add_rn(add_rn(sum.high, -high), sum.low)} : Pair{sum.high, 0};

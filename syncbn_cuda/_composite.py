@@ -38,7 +38,7 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _split(exact: Tensor, rest: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns exact + rest, a sum of some values, as the high and low part of csrc/message.h."""
-    grid = exact.abs() / max(count, 1) * 2.0**32
+    grid = exact / max(count, 1) * 2.0**32
     high = (exact + grid) - grid
     return high, (exact - high) + rest
 

@@ -44,8 +44,8 @@ __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, i
   constexpr acc_t fraction = sizeof(acc_t) == 8 ? 0x1p48 : 0x1p19;  // of the 53, or 24, bits
   const Pack<scalar_t> middle = median(a, b, c);
   const Pack<scalar_t> least = lesser(distance(a, b), lesser(distance(b, c), distance(a, c)));
-  const Pack<scalar_t> grid = least * splat_pack<scalar_t>(fraction);
-  pivot = (middle + grid) - grid;
+  const Pack<scalar_t> grid = signed_as(middle, least * splat_pack<scalar_t>(fraction));
+  pivot = (middle + grid) - grid;  // so -x is rounded as x
 }
 
 // Which of the values read count: all, or those of lanes whose weight is not 0.

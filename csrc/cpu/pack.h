@@ -135,14 +135,19 @@ SYNCBN_INLINE Pack<scalar_t> lesser(Pack<scalar_t> a, const Pack<scalar_t>& b) {
   return a;
 }
 
+// `pack`, with the other sign where `sign` is negative.
+template <typename scalar_t>
+SYNCBN_INLINE Pack<scalar_t> signed_as(const Pack<scalar_t>& sign, Pack<scalar_t> pack) {
+#pragma GCC unroll 2
+  for (int i = 0; i < pack.parts; ++i) {
+    pack.part[i] = sign.part[i] < 0 ? -pack.part[i] : pack.part[i];
+  }
+  return pack;
+}
+
 template <typename scalar_t>
 SYNCBN_INLINE Pack<scalar_t> distance(const Pack<scalar_t>& a, const Pack<scalar_t>& b) {
-  Pack<scalar_t> distance = a - b;
-#pragma GCC unroll 2
-  for (int i = 0; i < distance.parts; ++i) {
-    distance.part[i] = distance.part[i] < 0 ? -distance.part[i] : distance.part[i];
-  }
-  return distance;
+  return signed_as(a - b, a - b);
 }
 
 // The middle of three values, lane by lane.

@@ -33,8 +33,9 @@ __device__ __forceinline__ acc_t coarse_median(acc_t a, acc_t b, acc_t c) {
   constexpr acc_t kFraction = sizeof(acc_t) == 8 ? 0x1p48 : 0x1p19;  // of the 53, or 24, bits
   const acc_t ab = a < b ? b - a : a - b, bc = b < c ? c - b : b - c, ca = c < a ? a - c : c - a;
   const acc_t least = ab < bc ? ab : bc;
-  const acc_t grid = (least < ca ? least : ca) * kFraction;
-  return (median(a, b, c) + grid) - grid;
+  const acc_t middle = median(a, b, c);
+  const acc_t grid = (least < ca ? least : ca) * (middle < 0 ? -kFraction : kFraction);
+  return (middle + grid) - grid;  // of its sign, so that -x is rounded as x
 }
 
 // The origin P of kAcc columns side by side. It is loaded before the values and computed after, so
