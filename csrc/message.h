@@ -132,7 +132,7 @@ SYNCBN_HOST_DEVICE Moments moments(const double* message /* [4C + 1] */, int64_t
   const double lows = add_rn(sumsq.low, -mul_rn(about, add_rn(sum.low, rest)));
   const double centred = add_rn(add_rn(sumsq.high, -product.high), add_rn(lows, -product.low));
   const double var = mul_rn(centred, share);
-  const double step = mul_rn(rest, share);
+  const double step = rest == rest ? mul_rn(rest, share) : 0;  // an infinite mean stays it
   const double mean = add_rn(about, step);
   // Rounding can leave a variance of 0 slightly negative. NaN is no less than 0 and stays.
   return {mean, add_rn(add_rn(about, -mean), step), var < 0 ? 0 : var, count};

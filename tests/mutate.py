@@ -43,7 +43,7 @@ STEPS = Steps(
     ["-c", "from emulator.build import load; load()"],
     [
         [*PYTEST, "tests/test_emulator.py", "-k", "not every_schedule"],
-        [*PYTEST, "tests/test_plan.py", "tests/test_emulated_host.py"],
+        [*PYTEST, "tests/test_plan.py", "tests/test_emulated_host.py", "tests/test_message.py"],
         [*PYTEST, "tests/test_emulator.py", "-k", "every_schedule"],
     ],
 )

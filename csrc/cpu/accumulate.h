@@ -45,7 +45,7 @@ __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, i
   const Pack<scalar_t> middle = median(a, b, c);
   const Pack<scalar_t> least = lesser(distance(a, b), lesser(distance(b, c), distance(a, c)));
   const Pack<scalar_t> grid = signed_as(middle, least * splat_pack<scalar_t>(fraction));
-  pivot = (middle + grid) - grid;  // so -x is rounded as x
+  pivot = finite((middle + grid) - grid);  // so -x is rounded as x
 }
 
 // Which of the values read count: all, or those of lanes whose weight is not 0.
@@ -116,9 +116,9 @@ struct TwoSums {
     settle(true, totals);
     // What an infinite sum has lost is NaN, and no part of it.
     store_lanes(lanes.first + lane, totals.first.sum);
-    store_lanes(lanes.first_lost + lane, not_nan(totals.first.lost));
+    store_lanes(lanes.first_lost + lane, finite(totals.first.lost));
     store_lanes(lanes.second + lane, totals.second.sum);
-    store_lanes(lanes.second_lost + lane, not_nan(totals.second.lost));
+    store_lanes(lanes.second_lost + lane, finite(totals.second.lost));
   }
 };
 

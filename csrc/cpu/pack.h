@@ -174,12 +174,13 @@ SYNCBN_INLINE Pack<scalar_t> keep(Pack<scalar_t> pack, const Pack<scalar_t>& wei
   return pack;
 }
 
-// `pack` with 0 for NaN.
+// `pack` with 0 for NaN and infinity.
 template <typename scalar_t>
-SYNCBN_INLINE Pack<scalar_t> not_nan(Pack<scalar_t> pack) {
+SYNCBN_INLINE Pack<scalar_t> finite(Pack<scalar_t> pack) {
 #pragma GCC unroll 2
   for (int i = 0; i < pack.parts; ++i) {
-    pack.part[i] = pack.part[i] == pack.part[i] ? pack.part[i] : Vec<acc_of<scalar_t>>{};
+    const auto zero = pack.part[i] - pack.part[i];
+    pack.part[i] = zero == zero ? pack.part[i] : Vec<acc_of<scalar_t>>{};
   }
   return pack;
 }

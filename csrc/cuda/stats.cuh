@@ -18,6 +18,12 @@
 
 namespace syncbn {
 
+// What differences are taken from: 0 rather than an infinity, which would leave NaN of infinity.
+template <typename acc_t>
+__device__ __forceinline__ acc_t finite(acc_t value) {
+  return value - value == 0 ? value : acc_t{0};
+}
+
 template <typename acc_t>
 __device__ __forceinline__ acc_t median(acc_t a, acc_t b, acc_t c) {
   const acc_t low = a < b ? a : b, high = a < b ? b : a;
@@ -35,7 +41,7 @@ __device__ __forceinline__ acc_t coarse_median(acc_t a, acc_t b, acc_t c) {
   const acc_t least = ab < bc ? ab : bc;
   const acc_t middle = median(a, b, c);
   const acc_t grid = (least < ca ? least : ca) * (middle < 0 ? -kFraction : kFraction);
-  return (middle + grid) - grid;  // of its sign, so that -x is rounded as x
+  return finite((middle + grid) - grid);  // of its sign, so that -x is rounded as x
 }
 
 // The origin P of kAcc columns side by side. It is loaded before the values and computed after, so
@@ -62,10 +68,10 @@ struct Origin {
   __device__ __forceinline__ acc_t operator()(int a) const {
     const acc_t value = first.values[a];
     if constexpr (kMedian) {
-      return median(value, static_cast<acc_t>(middle.values[a]),
-                    static_cast<acc_t>(last.values[a]));
+      return finite(median(value, static_cast<acc_t>(middle.values[a]),
+                           static_cast<acc_t>(last.values[a])));
     }
-    return value;
+    return finite(value);
   }
 };
 

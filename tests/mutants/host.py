@@ -104,37 +104,77 @@ PLAN = [
     ),
 ]
 
+MESSAGE = [
+    Mutant(
+        "message.h",
+        "add_rn(add_rn(sum, sum), shift)",
+        "add_rn(sum, shift)",
+        "sums of squares lose half of the mixed term",
+    ),
+    Mutant(
+        "message.h",
+        "var < 0 ? 0 : var",
+        "var",
+        "a variance that rounding left negative stays",
+    ),
+    Mutant(
+        "message.h",
+        "m.count / (m.count > 2 ? m.count - 1 : 1)",
+        "1",
+        "the running variance is biased",
+    ),
+    Mutant(
+        "message.h",
+        "add_rn(add_rn(sum.high, -high), sum.low)",
+        "add_rn(sum.high, -high)",
+        "the low part without what the sum itself has rounded off",
+    ),
+    Mutant(
+        "message.h",
+        "mul_rn(sum.high / count, 0x1p32)",
+        "0",
+        "high parts of all bits, which no longer add up exactly",
+    ),
+    Mutant(
+        "message.h",
+        "Pair{sum.high, 0}",
+        "Pair{sum.high, sum.low}",
+        "an infinite sum with NaN beside it",
+    ),
+    Mutant(
+        "message.h",
+        "const double step = rest == rest ? mul_rn(rest, share) : 0;",
+        "const double step = mul_rn(rest, share);",
+        "an infinite mean becomes NaN",
+    ),
+    Mutant(
+        "message.h",
+        "add_rn(lows, -product.low)",
+        "lows",
+        "a variance with the rounding of mean * sum in it",
+        quick=True,
+    ),
+    Mutant(
+        "message.h",
+        "const double mean = add_rn(about, step);",
+        "const double mean = about;",
+        "the mean of the high part alone",
+    ),
+]
+
 STATISTICS = [
     Mutant(
         "statistics.h",
-        "static_cast<acc_t>(add_rn(m.mean, -static_cast<double>(high)))",
+        "static_cast<acc_t>(add_rn(add_rn(m.mean, -static_cast<double>(high)), m.mean_low))",
         "0",
         "the mean without its low part",
         quick=True,
     ),
     Mutant(
         "statistics.h",
-        "add_rn(add_rn(sum, sum), shift)",
-        "add_rn(sum, shift)",
-        "sums of squares lose half of the mixed term",
-    ),
-    Mutant(
-        "statistics.h",
-        "var < 0 ? 0 : var",
-        "var",
-        "a variance that rounding left negative stays",
-    ),
-    Mutant(
-        "statistics.h",
         "add_rn(m.var, eps)",
         "m.var",
         "no eps",
-    ),
-    Mutant(
-        "statistics.h",
-        "m.count / (m.count > 2 ? m.count - 1 : 1)",
-        "1",
-        "the running variance is biased",
     ),
     Mutant(
         "statistics.h",
@@ -213,4 +253,4 @@ OPERATORS = [
     ),
 ]
 
-FAULTS = [*PLAN, *STATISTICS, *OPERATORS]
+FAULTS = [*PLAN, *MESSAGE, *STATISTICS, *OPERATORS]

@@ -124,6 +124,18 @@ STATS = [
         "plan.count",
         "a column counts as a channel where rows are folded",
     ),
+    Mutant(
+        "cuda/stats.cuh",
+        "return finite((middle + grid) - grid);",
+        "return finite(middle);",
+        "pivots with bits below those of the values",
+    ),
+    Mutant(
+        "cuda/stats.cuh",
+        "return value - value == 0 ? value : acc_t{0};",
+        "return value;",
+        "an infinite pivot",
+    ),
 ]
 
 ELEMT = [
