@@ -283,18 +283,6 @@ REDUCE = [
         "",
         "the second level counts in the first's place",
     ),
-    Mutant(
-        "cuda/reduce.cuh",
-        "lost_ += part - (next - sum_);",
-        "lost_ += 0;",
-        "a thread's totals forget what roundings lose",
-    ),
-    Mutant(
-        "cuda/reduce.cuh",
-        "kExact && lost_ == lost_ ?",
-        "kExact ?",
-        "an infinite total becomes NaN",
-    ),
 ]
 
 FAULTS = [*PACK, *WALK, *REDUCE]

@@ -136,6 +136,18 @@ STATS = [
         "return value;",
         "an infinite pivot",
     ),
+    Mutant(
+        "cuda/reduce.cuh",
+        "lost_ += part - (next - sum_);",
+        "lost_ += 0;",
+        "a thread's totals forget what roundings lose",
+    ),
+    Mutant(
+        "cuda/reduce.cuh",
+        "kExact && lost_ == lost_ ?",
+        "kExact ?",
+        "an infinite total becomes NaN",
+    ),
 ]
 
 ELEMT = [
