@@ -6,8 +6,9 @@
 // It is summed over the ranks as it is. The variance is E[x^2] - E[x]^2, of which sums in single
 // doubles lose 2^-52 mean^2. A high part is a multiple of 2^-20 of what a value contributes, so
 // the sum of all high parts is exact up to 2^33 values a channel, on however unequal ranks; and the
-// low parts hold the rest, so small that its rounding is at most 2^-73 mean^2. (Where the ranks'
-// means are so far apart that high parts round after all, the variance is as large as mean^2.)
+// low parts hold the rest, so small that its rounding is at most 2^-73 mean^2. Only where a rank's
+// mean is far nearer to 0 than those of many more values do high parts round after all: by 2^-52
+// mean^2, and the variance between the ranks is larger than mean^2 over the count.
 //
 // Dekker 1971 and Knuth, TAOCP 2, section 4.2.2, for sums and products with their rounding errors.
 #pragma once
@@ -113,6 +114,9 @@ SYNCBN_HOST_DEVICE void write_sums(double* message /* [4C + 1] */, int64_t C, in
   message[3 * C + c] = second.low;
 }
 
+// What rounding an infinite sum has lost is no part of it.
+SYNCBN_HOST_DEVICE double finite_or_0(double lost) { return lost - lost == 0 ? lost : 0; }
+
 struct Moments {
   double mean, mean_low;  // their sum is the mean; the first alone is correctly rounded, or nearly
   double var;             // biased
@@ -123,16 +127,19 @@ SYNCBN_HOST_DEVICE Moments moments(const double* message /* [4C + 1] */, int64_t
   const double count = message_count(message, C);
   const double divisor = count > 0 ? count : 1;  // no value in the whole group: all sums are 0
   const double share = 1 / divisor;
-  const Pair sum = two_sum(message[c], message[2 * C + c]);
-  const Pair sumsq = two_sum(message[C + c], message[3 * C + c]);
+  Pair sum = two_sum(message[c], message[2 * C + c]);
+  Pair sumsq = two_sum(message[C + c], message[3 * C + c]);
+  sum.low = finite_or_0(sum.low);
+  sumsq.low = finite_or_0(sumsq.low);
   const double about = mul_rn(sum.high, share);  // the mean but for roundings
-  const double rest = add_rn(fma_rn(-about, divisor, sum.high), sum.low);  // sum of x - about
+  // sum of x - about
+  const double rest = finite_or_0(add_rn(fma_rn(-about, divisor, sum.high), sum.low));
   // sum of (x - about)^2 = sumsq - about * sum - about * rest
   const Pair product = two_product(about, sum.high);
   const double lows = add_rn(sumsq.low, -mul_rn(about, add_rn(sum.low, rest)));
   const double centred = add_rn(add_rn(sumsq.high, -product.high), add_rn(lows, -product.low));
   const double var = mul_rn(centred, share);
-  const double step = rest == rest ? mul_rn(rest, share) : 0;  // an infinite mean stays it
+  const double step = mul_rn(rest, share);
   const double mean = add_rn(about, step);
   // Rounding can leave a variance of 0 slightly negative. NaN is no less than 0 and stays.
   return {mean, add_rn(add_rn(about, -mean), step), var < 0 ? 0 : var, count};

@@ -40,6 +40,7 @@ def _split(exact: Tensor, rest: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns exact + rest, a sum of some values, as the high and low part of csrc/message.h."""
     grid = exact / max(count, 1) * 2.0**32
     high = (exact + grid) - grid
+    high = torch.where(high.isfinite(), high, exact)
     return high, (exact - high) + rest
 
 
@@ -58,8 +59,10 @@ def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rest = square_low - mean * (total_low + first)
     second = square - upper_total * mean - (total - upper_total) * mean + rest
     offset = first / divisor
-    # Rounding can leave a variance of 0 slightly negative; clamp lets NaN pass.
-    return mean, offset, (second / divisor - offset * offset).clamp(min=0), count
+    var = second / divisor - offset * offset
+    # Rounding can leave a variance of 0 slightly negative. (A clamp of the variance itself has no
+    # gradient at 0.) NaN stays NaN.
+    return mean, offset, var - var.detach().clamp(max=0), count
 
 
 def buffered_statistics(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,45 +7,36 @@
 // loses: as good as a sum in float64. (A plain sum of hundreds of squares loses more than random
 // roundings would, all to the same side, where the values lie on a grid as those far from 0 do.)
 //
-// A lane of stats subtracts a pivot of its own from its values, the median of three means of the
-// first: near the data, so that a large mean cancels nothing (of one value alone, every 4 sigma off
-// would cost a digit), and blind to a lone outlier, which would otherwise cost the whole lane its
-// digits.
+// A lane of stats subtracts a pivot of its own from its values, the median of three of them: near
+// the data, so that a large mean cancels nothing, and blind to a lone outlier, which would otherwise
+// cost the whole lane its digits.
 #pragma once
 
 #include "tile.h"
 
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
-constexpr int64_t kPivotRows = 3;  // a third of the values that a pivot is made of, at the most
-
-// The pivots of the lanes of a pack, from its first rows. Apart, as it runs once in many rows.
+// The pivots of the lanes of a pack, from three rows. Apart, as it runs once in many rows.
+//
+// A pivot with lower bits than the values would leave these bits in all differences, and rounding
+// would drop them to the same side each time. So it is one of the values, and has no bits below the
+// last ones of the largest of the three.
 template <typename scalar_t>
 __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, int64_t row_stride,
                                           Pack<scalar_t>& pivot) {
-  using acc_t = acc_of<scalar_t>;
-  const int64_t third = rows < 3 ? 1 : rows / 3 < kPivotRows ? rows / 3 : kPivotRows;
-  const auto row = [&](int64_t r) __attribute__((always_inline)) {
-    return load(input + (r < rows ? r : rows - 1) * row_stride);
+  // The median of three of the rows from a place on, as far as there are any.
+  const auto around = [&](int64_t first) __attribute__((always_inline)) {
+    const auto row = [&](int64_t r) __attribute__((always_inline)) {
+      return load(input + (r < rows ? r : rows - 1) * row_stride);
+    };
+    return median(row(first), row(first + 1), row(first + 2));
   };
-  Pack<scalar_t> a = row(0), b = row(third), c = row(2 * third);
-  for (int64_t r = 1; r < third; ++r) {
-    a += row(r);
-    b += row(third + r);
-    c += row(2 * third + r);
-  }
-  const Pack<scalar_t> share = splat_pack<scalar_t>(acc_t(1) / static_cast<acc_t>(third));
-  a *= share;
-  b *= share;
-  c *= share;
-  // Had the pivot lower bits than the values, all differences would share them, and rounding would
-  // drop them to the same side each time. So it has none below a fraction of the values' spread:
-  // of the least distance of the three, as one may be an outlier.
-  constexpr acc_t fraction = sizeof(acc_t) == 8 ? 0x1p48 : 0x1p19;  // of the 53, or 24, bits
+  const int64_t third = rows < 9 ? 1 : rows / 3;
+  const Pack<scalar_t> a = around(0), b = around(third), c = around(2 * third);
   const Pack<scalar_t> middle = median(a, b, c);
-  const Pack<scalar_t> least = lesser(distance(a, b), lesser(distance(b, c), distance(a, c)));
-  const Pack<scalar_t> grid = signed_as(middle, least * splat_pack<scalar_t>(fraction));
-  pivot = finite((middle + grid) - grid);  // so -x is rounded as x
+  const Pack<scalar_t> largest = greater(magnitude(a), greater(magnitude(b), magnitude(c)));
+  const Pack<scalar_t> grid = signed_as(middle, largest * splat_pack<scalar_t>(4));  // so -x is rounded as x
+  pivot = finite_or(finite_or({}, middle), (middle + grid) - grid);
 }
 
 // Which of the values read count: all, or those of lanes whose weight is not 0.
@@ -114,11 +105,11 @@ struct TwoSums {
       return;
     }
     settle(true, totals);
-    // What an infinite sum has lost is NaN, and no part of it.
+    // What an infinite sum has lost is no part of it.
     store_lanes(lanes.first + lane, totals.first.sum);
-    store_lanes(lanes.first_lost + lane, finite(totals.first.lost));
+    store_lanes(lanes.first_lost + lane, finite_or({}, totals.first.lost));
     store_lanes(lanes.second + lane, totals.second.sum);
-    store_lanes(lanes.second_lost + lane, finite(totals.second.lost));
+    store_lanes(lanes.second_lost + lane, finite_or({}, totals.second.lost));
   }
 };
 

@@ -127,10 +127,10 @@ SYNCBN_INLINE void store_lanes(float* p, const Pack<BFloat16>& pack) {
 }
 
 template <typename scalar_t>
-SYNCBN_INLINE Pack<scalar_t> lesser(Pack<scalar_t> a, const Pack<scalar_t>& b) {
+SYNCBN_INLINE Pack<scalar_t> greater(Pack<scalar_t> a, const Pack<scalar_t>& b) {
 #pragma GCC unroll 2
   for (int i = 0; i < a.parts; ++i) {
-    a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i];
+    a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
   }
   return a;
 }
@@ -146,8 +146,8 @@ SYNCBN_INLINE Pack<scalar_t> signed_as(const Pack<scalar_t>& sign, Pack<scalar_t
 }
 
 template <typename scalar_t>
-SYNCBN_INLINE Pack<scalar_t> distance(const Pack<scalar_t>& a, const Pack<scalar_t>& b) {
-  return signed_as(a - b, a - b);
+SYNCBN_INLINE Pack<scalar_t> magnitude(const Pack<scalar_t>& pack) {
+  return signed_as(pack, pack);
 }
 
 // The middle of three values, lane by lane.
@@ -174,13 +174,13 @@ SYNCBN_INLINE Pack<scalar_t> keep(Pack<scalar_t> pack, const Pack<scalar_t>& wei
   return pack;
 }
 
-// `pack` with 0 for NaN and infinity.
+// `pack` where it is finite, else `other`.
 template <typename scalar_t>
-SYNCBN_INLINE Pack<scalar_t> finite(Pack<scalar_t> pack) {
+SYNCBN_INLINE Pack<scalar_t> finite_or(const Pack<scalar_t>& other, Pack<scalar_t> pack) {
 #pragma GCC unroll 2
   for (int i = 0; i < pack.parts; ++i) {
     const auto zero = pack.part[i] - pack.part[i];
-    pack.part[i] = zero == zero ? pack.part[i] : Vec<acc_of<scalar_t>>{};
+    pack.part[i] = zero == zero ? pack.part[i] : other.part[i];
   }
   return pack;
 }

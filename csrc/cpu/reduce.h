@@ -10,7 +10,7 @@
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
-constexpr int64_t kBlockRows = 16;  // between two additions to the totals
+constexpr int64_t kBlockRows = 8;  // between two additions to the totals
 constexpr int64_t kShortRow = 256;  // several of them side by side elude the hardware's prefetch
 
 // How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once
@@ -66,10 +66,14 @@ void reduce_planes(const Operands& operands, const Box& box) {
       pending = 0;
       settled = true;
     };
-    const auto open = [&](int64_t offset, int64_t rows) __attribute__((always_inline)) {
+    const auto open = [&](int64_t offset, int64_t rows, int64_t n) __attribute__((always_inline)) {
+      // Three rows of a plane if it has them, else those at the same place of several planes.
+      const bool across = rows < 3 && rows < box.n1 - n;
+      const int64_t count = across ? box.n1 - n : rows;
+      const int64_t stride = across ? operands.C * operands.S : lanes;
 #pragma GCC unroll 4
       for (int j = 0; j < kPacks; ++j) {
-        ops[j].open(values, offset + j * pack, rows, lanes);
+        ops[j].open(values, offset + j * pack, count, stride);
       }
       pending = 0;
       settled = false;
@@ -89,7 +93,7 @@ void reduce_planes(const Operands& operands, const Box& box) {
     for (int j = 0; j < kPacks; ++j) {
       set_channel<scalar_t>(ops[j], operands, c);
     }
-    open((box.n0 * operands.C + c) * operands.S + box.s0, full / lanes);
+    open((box.n0 * operands.C + c) * operands.S + box.s0, full / lanes, box.n0);
     int64_t rows = 0, tails = 0;
     bool first = true;
     for (int64_t n = box.n0; n < box.n1; ++n) {
@@ -101,7 +105,7 @@ void reduce_planes(const Operands& operands, const Box& box) {
           flush(rows, tails, first);
           first = false;
           rows = tails = 0;
-          open(offset, left);
+          open(offset, left, n);
         }
         if (pending >= kBlockRows) {
           settle();

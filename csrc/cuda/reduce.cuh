@@ -34,8 +34,8 @@ class Total {
   }
 
   __device__ __forceinline__ double value() const {
-    // What an infinite sum has lost is NaN, and no part of it.
-    return kExact && lost_ == lost_ ? static_cast<double>(sum_) + lost_ : sum_;
+    // What an infinite sum has lost is no part of it.
+    return kExact && lost_ - lost_ == 0 ? static_cast<double>(sum_) + lost_ : sum_;
   }
 
  private:

@@ -30,18 +30,20 @@ __device__ __forceinline__ acc_t median(acc_t a, acc_t b, acc_t c) {
   return c < low ? low : c < high ? c : high;
 }
 
-// The median of three of a thread's values, without bits below a fraction of their spread: all
-// differences from it would share these, and rounding would drop them to the same side each time.
-// The spread is the least distance of the three, as one may be an outlier. So the result is a
-// number of the values' type, and none that is larger than the largest of the three.
+// The median of three of a thread's values, without bits below the last ones of the largest of the
+// three: all differences from it would share these, and rounding would drop them to the same side
+// each time. So it is a number of the values' type.
 template <typename acc_t>
 __device__ __forceinline__ acc_t coarse_median(acc_t a, acc_t b, acc_t c) {
-  constexpr acc_t kFraction = sizeof(acc_t) == 8 ? 0x1p48 : 0x1p19;  // of the 53, or 24, bits
-  const acc_t ab = a < b ? b - a : a - b, bc = b < c ? c - b : b - c, ca = c < a ? a - c : c - a;
-  const acc_t least = ab < bc ? ab : bc;
   const acc_t middle = median(a, b, c);
-  const acc_t grid = (least < ca ? least : ca) * (middle < 0 ? -kFraction : kFraction);
-  return finite((middle + grid) - grid);  // of its sign, so that -x is rounded as x
+  acc_t largest = 0;
+  for (const acc_t value : {a, b, c}) {
+    const acc_t magnitude = value < 0 ? -value : value;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const acc_t grid = middle < 0 ? -largest : largest;  // of its sign, so that -x is rounded as x
+  const acc_t coarse = (middle + grid) - grid;
+  return coarse - coarse == 0 ? coarse : finite(middle);
 }
 
 // The origin P of kAcc columns side by side. It is loaded before the values and computed after, so

@@ -143,8 +143,8 @@ MESSAGE = [
     ),
     Mutant(
         "message.h",
-        "const double step = rest == rest ? mul_rn(rest, share) : 0;",
-        "const double step = mul_rn(rest, share);",
+        "return lost - lost == 0 ? lost : 0;",
+        "return lost;",
         "an infinite mean becomes NaN",
     ),
     Mutant(

@@ -126,8 +126,8 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "return finite((middle + grid) - grid);",
-        "return finite(middle);",
+        "coarse - coarse == 0 ? coarse : finite(middle)",
+        "finite(middle)",
         "pivots with bits below those of the values",
     ),
     Mutant(
@@ -144,7 +144,7 @@ STATS = [
     ),
     Mutant(
         "cuda/reduce.cuh",
-        "kExact && lost_ == lost_ ?",
+        "kExact && lost_ - lost_ == 0 ?",
         "kExact ?",
         "an infinite total becomes NaN",
     ),
