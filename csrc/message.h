@@ -120,7 +120,7 @@ SYNCBN_HOST_DEVICE double finite_or_0(double lost) { return lost - lost == 0 ? l
 struct Moments {
   double mean, mean_low;  // their sum is the mean; the first alone is correctly rounded, or nearly
   double var;             // biased
-  double count;
+  double count, share;    // 1 / count
 };
 
 SYNCBN_HOST_DEVICE Moments moments(const double* message /* [4C + 1] */, int64_t C, int64_t c) {
@@ -142,7 +142,7 @@ SYNCBN_HOST_DEVICE Moments moments(const double* message /* [4C + 1] */, int64_t
   const double step = mul_rn(rest, share);
   const double mean = add_rn(about, step);
   // Rounding can leave a variance of 0 slightly negative. NaN is no less than 0 and stays.
-  return {mean, add_rn(add_rn(about, -mean), step), var < 0 ? 0 : var, count};
+  return {mean, add_rn(add_rn(about, -mean), step), var < 0 ? 0 : var, count, share};
 }
 
 SYNCBN_HOST_DEVICE double unbiased(const Moments& m) {

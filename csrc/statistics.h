@@ -101,13 +101,17 @@ struct ChannelStats {
 };
 
 template <typename acc_t>
+SYNCBN_HOST_DEVICE ChannelStats<acc_t> channel_stats(const Moments& m, double eps) {
+  const acc_t high = static_cast<acc_t>(m.mean);
+  const double low = add_rn(add_rn(m.mean, -static_cast<double>(high)), m.mean_low);
+  // An infinite mean would give low = Inf - Inf = NaN where BatchNorm's output is NaN as well.
+  return {high, static_cast<acc_t>(low), inverse_sqrt(static_cast<acc_t>(add_rn(m.var, eps)))};
+}
+
+template <typename acc_t>
 SYNCBN_HOST_DEVICE ChannelStats<acc_t> channel_stats(const double* stats /* [4C + 1] */, int64_t C,
                                                      int64_t c, double eps) {
-  const Moments m = moments(stats, C, c);
-  const acc_t high = static_cast<acc_t>(m.mean);
-  const acc_t low = static_cast<acc_t>(add_rn(add_rn(m.mean, -static_cast<double>(high)), m.mean_low));
-  // An infinite mean would give low = Inf - Inf = NaN where BatchNorm's output is NaN as well.
-  return {high, low, inverse_sqrt(static_cast<acc_t>(add_rn(m.var, eps)))};
+  return channel_stats<acc_t>(moments(stats, C, c), eps);
 }
 
 // y = centre(x) * scale + shift
@@ -142,11 +146,11 @@ template <typename acc_t>
 SYNCBN_HOST_DEVICE InputGrad<acc_t> input_grad(const double* stats, const double* sums /* [2C] */,
                                                int64_t C, int64_t c, double eps,
                                                const ChannelVector& weight) {
-  const ChannelStats<acc_t> s = channel_stats<acc_t>(stats, C, c, eps);
-  const double count = message_count(stats, C);
+  const Moments m = moments(stats, C, c);
+  const ChannelStats<acc_t> s = channel_stats<acc_t>(m, eps);
   const double invstd = s.invstd;
-  return {s, static_cast<acc_t>(sums[c] / count),
-          static_cast<acc_t>(mul_rn(sums[C + c] / count, mul_rn(invstd, invstd))),
+  return {s, static_cast<acc_t>(mul_rn(sums[c], m.share)),
+          static_cast<acc_t>(mul_rn(mul_rn(sums[C + c], m.share), mul_rn(invstd, invstd))),
           s.invstd * static_cast<acc_t>(weight.load(c, 1))};
 }
 

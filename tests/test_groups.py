@@ -122,7 +122,7 @@ def count_rank(rank):
 
 
 def test_how_many_messages_a_step_sends(run):
-    stats, sums = 2 * CHANNELS + 1, 2 * CHANNELS
+    stats, sums = 4 * CHANNELS + 1, 2 * CHANNELS
     once, twice = [stats, sums], [stats, *(stats, sums), *(sums, stats, sums)]
     assert run(2, count_rank) == [once + twice] * 2
 

@@ -165,8 +165,8 @@ MESSAGE = [
 STATISTICS = [
     Mutant(
         "statistics.h",
-        "static_cast<acc_t>(add_rn(add_rn(m.mean, -static_cast<double>(high)), m.mean_low))",
-        "0",
+        "{high, static_cast<acc_t>(low), ",
+        "{high, 0, ",
         "the mean without its low part",
         quick=True,
     ),
@@ -202,7 +202,7 @@ STATISTICS = [
     ),
     Mutant(
         "statistics.h",
-        "static_cast<acc_t>(sums[c] / count)",
+        "static_cast<acc_t>(mul_rn(sums[c], m.share))",
         "static_cast<acc_t>(sums[c])",
         "the sum of dy in the place of its mean",
     ),

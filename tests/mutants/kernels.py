@@ -223,8 +223,8 @@ ELEMT = [
 BACKWARD_REDUCE = [
     Mutant(
         "cuda/backward_reduce.cuh",
-        "total[a] = {sum_dy[a], sum_dy_xmu[a]};",
-        "total[a] = {sum_dy_xmu[a], sum_dy[a]};",
+        "total[a] = {total_dy[a].value(), total_dy_xmu[a].value()};",
+        "total[a] = {total_dy_xmu[a].value(), total_dy[a].value()};",
         "the two sums change places",
     ),
     Mutant(
