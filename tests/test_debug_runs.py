@@ -35,8 +35,8 @@ def keys():
 
 def exchanges(group=None):
     """How many exchanges this rank has taken part in."""
-    agreement = sys.modules["syncbn_cuda._agreement"]
-    return agreement._exchanges[group or dist.group.WORLD]._number
+    watch = sys.modules["syncbn_cuda._watch"]
+    return watch._exchanges[group or dist.group.WORLD]._number
 
 
 def train(net, steps, seed):
@@ -75,7 +75,7 @@ def test_a_long_run_is_the_same_bits_and_leaves_no_keys(run):
 def off_rank(rank):
     before = keys()
     train(Net(), 3, rank)
-    return keys() - before, "syncbn_cuda._agreement" in sys.modules
+    return keys() - before, "syncbn_cuda._watch" in sys.modules
 
 
 def test_off_it_is_not_even_imported(run):
@@ -236,7 +236,7 @@ class LostStore:
 @pytest.fixture
 def lost_store(switched_back, monkeypatch):
     set_debug(True, LONG)
-    monkeypatch.setattr("syncbn_cuda._agreement._exchange_of", lambda group: LostStore())
+    monkeypatch.setattr("syncbn_cuda._watch._exchange_of", lambda group: LostStore())
     with fake_world(2):
         yield
 
