@@ -17,9 +17,9 @@ def set_debug(enabled: bool, timeout: timedelta | float | None = None) -> None:
     in the model that runs), its channels, the direction, and whether gradients are recorded. Where
     ranks disagree, every one of them raises the same error at once: it names the ranks, what each
     was about to do, and what usually is the cause. So it is where a rank raises an error of its own
-    in a forward: its peers are told. Where a rank does not come at all, as it is
-    in another collective or has ended, the others raise at the timeout and name it, and the rank
-    raises the same once it comes.
+    in a forward: its peers are told. Where a rank does not come at all, as it is in another
+    collective or has ended, the others raise at the timeout and name it, and the rank raises the
+    same once it comes.
 
     Setting ``SYNCBN_DEBUG=1`` in the environment switches it on at import, with a timeout of
     ``SYNCBN_DEBUG_TIMEOUT`` seconds if that is set. Switch it on all ranks at the same point,
@@ -39,6 +39,7 @@ def set_debug(enabled: bool, timeout: timedelta | float | None = None) -> None:
         collective (a millisecond or so on one machine), no synchronisation with the device, and
         nothing while it is off. A group without a store is left alone. A rank that was killed is
         missed at the timeout, later than without this check where the backend sees it go at once.
+        Where the rank that keeps the store hangs, the others raise five seconds after the timeout.
 
         The name of a layer is that in the outermost module whose methods run; a layer that is
         called outside of any is looked for among all modules of the process, so there all ranks

@@ -96,6 +96,7 @@ def differentiates_twice(net, x, odd):
 
 
 FORWARD = "ranks {all} of a group disagree at its collective {n}: {them}: forward of "
+BACKWARD = FORWARD.replace("forward", "backward")
 BN1 = FORWARD + "'bn1' of Net (2 channels, float32), step 1; {odd}: "
 SKIPPED = ". One of them skipped a layer or has another order of layers, or has a layer in "
 DISAGREE = [
@@ -110,8 +111,8 @@ DISAGREE = [
         4,
         goes_back_in_another_order,
         3,
-        FORWARD.replace("forward", "backward")
-        + "'bn1' of Net (2 channels, float32), step 1; {odd}: backward of 'bn2' of Net (2 channels, float32), ",
+        BACKWARD
+        + "'bn1' of Net (2 channels, float32), step 1; {odd}: backward of 'bn2' of Net (2 ch",
     ),
     (
         2,
@@ -143,9 +144,8 @@ DISAGREE = [
         4,
         records_no_gradients,
         1,
-        BN1
-        + "forward of 'bn1' of Net (2 channels, float32), step 1, recording no gradients. Those that "
-        "record gradients would wait in backward",
+        BN1 + "forward of 'bn1' of Net (2 channels, float32), step 1, recording no gradients. "
+        "Those that record gradients would wait in backward",
     ),
     (
         2,
@@ -166,8 +166,9 @@ DISAGREE = [
         2,
         differentiates_twice,
         2,
-        FORWARD.replace("forward", "backward")
-        + "'bn1' of Net (2 channels, float32), step 1; {odd}: backward with create_graph=True of 'bn1' of Net (",
+        BACKWARD
+        + "'bn1' of Net (2 channels, float32), step 1; {odd}: backward with create_graph=True "
+        "of 'bn1' of Net (",
     ),
 ]
 

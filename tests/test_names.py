@@ -72,17 +72,19 @@ def test_shared_containers_take_no_longer_than_others():
     assert qualified_name(layer) == ".".join(["b", "0"] * 40)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_looks_like_a_module_and_wrappers_do_not_count():
     class Proxy:
         @property
         def __class__(self):
             raise AssertionError("woken")
 
-    proxies = [Proxy(), nn.Module.__new__(nn.Module)]
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    proxies = [Proxy(), nn.Module.__new__(nn.Module), scripted]
     net = Net()
     compiled = torch.compile(nn.DataParallel(net), backend="eager")
     assert qualified_name(net.blocks[0].bn) == "blocks.0.bn"
-    assert compiled is not None and len(proxies) == 2
+    assert compiled is not None and len(proxies) == 3
     named = nn.ModuleDict({"module": net})
     assert qualified_name(named["module"].blocks[0].bn) == "module.blocks.0.bn"
 
