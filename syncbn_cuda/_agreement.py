@@ -32,7 +32,7 @@ class Exchange:
     """The exchanges of a group."""
 
     def __init__(self, group: Any, store: Any) -> None:
-        self._whole_store, self._world = store, c10d._world.default_pg
+        self._whole_store = store
         self._store: Any = None
         self._ranks = dist.get_process_group_ranks(group)
         self._own = dist.get_rank()
@@ -108,7 +108,7 @@ class Exchange:
 
     def _opened(self) -> Any:
         if self._store is None:
-            place = f"syncbn_cuda/{_number_of_world(self._world, self._own)}"
+            place = f"syncbn_cuda/{_number_of_world(self._own)}"
             self._store = dist.PrefixStore(place, self._whole_store)
         return self._store
 
@@ -183,11 +183,12 @@ _worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _world_lock = threading.Lock()
 
 
-def _number_of_world(world: Any, own: int) -> int:
-    """Returns how many worlds over the store of this one a rank has had exchanges in.
+def _number_of_world(own: int) -> int:
+    """Returns how many worlds over the store of this one the rank has had exchanges in.
 
     The same on all ranks that had some in each. A world may find what an earlier one has left.
     """
+    world: Any = c10d._world.default_pg
     with _world_lock:
         if world not in _worlds:
             _worlds[world] = c10d._world.pg_map[world][1].add(f"syncbn_cuda/worlds/{own}", 1)

@@ -36,7 +36,7 @@ def set_debug(enabled: bool, timeout: timedelta | float | None = None) -> None:
     Note:
         Ranks talk through the store of their process group, so the check works whatever the backend
         or another collective is waiting for. It costs a few round trips to the store for each
-        collective (a millisecond or so on one machine), no synchronisation with the device, and
+        collective (about two milliseconds on one machine), no synchronisation with the device, and
         nothing while it is off. A group without a store is left alone. A rank that was killed is
         missed at the timeout, later than without this check where the backend sees it go at once.
         Where the rank that keeps the store hangs, the others raise five seconds after the timeout.
