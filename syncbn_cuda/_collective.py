@@ -141,11 +141,16 @@ if _AVAILABLE and hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_inherit)
 
 
+def is_fork() -> bool:
+    """Whether this process was forked from a rank, and is none itself."""
+    return _inherited is not None and c10d._world.default_pg is _inherited
+
+
 def _refuse_inherited(
     group: Any, layer: Layer | None, direction: str | None, input: Tensor | None
 ) -> None:
     """Raises in a fork of a rank, whose connections it shares without the threads behind them."""
-    if c10d._world.default_pg is not _inherited:
+    if not is_fork():
         return
     refusal = RuntimeError(
         "this process was forked from a rank, such as a DataLoader's worker, and is none itself: "

@@ -1,7 +1,7 @@
 """What a layer is called in an error: by itself, and by its place in a model.
 
 A layer does not know its place. It is looked for among all living modules, which takes a moment:
-only for an error that is about to be raised, or by a debug mode.
+only for an error that is about to be raised, or where debug mode finds no other way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 #: How autograd nodes hold the layer that they are of: they may outlive it, and it may hold them.
 Layer = weakref.ref[nn.Module]
-
-#: By the id of a module those that hold it, and what they call it.
-Parents = dict[int, list[tuple[Any, str]]]
 
 
 def caller(owner: Any | None) -> str:
@@ -36,42 +33,55 @@ def qualified_name(layer: nn.Module) -> str:
 
     Of several as long it is the first in the order of the alphabet, the same on every rank.
     """
-    return ".".join(_path(layer, _parents(), ()))
+    return ".".join(_Search().path(layer, ()).steps)
 
 
-def qualified_names(kind: type[nn.Module]) -> dict[nn.Module, str]:
-    """Returns the names of all living modules of a class, those with an empty one left out."""
-    parents = _parents()
-    names = {}
-    for held in list(parents.values()):
-        parent, name = held[0]
-        module = parent._modules.get(name)
-        if isinstance(module, kind):
-            names[module] = ".".join(_path(module, parents, ()))
-    return names
+def outermost(layer: nn.Module) -> Any:
+    """Returns where the path of :func:`qualified_name` begins; the layer if there is none."""
+    return _Search().path(layer, ()).begin
 
 
-def _parents() -> Parents:
-    parents: Parents = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):  # isinstance would wake what stands for another
-            for name, child in list(vars(found).get("_modules", {}).items()):
-                parents.setdefault(id(child), []).append((found, name))
-    return parents
-
-
-def _path(module: Any, parents: Parents, below: tuple[int, ...]) -> tuple[str, ...]:
-    paths = [
-        _path(parent, parents, (*below, id(module))) + _step(parent, name)
-        for parent, name in parents.get(id(module), ())
-        if id(parent) not in below
-    ]
-    return min(paths, key=lambda path: (-len(path), path), default=())
-
-
-def _step(parent: Any, name: str) -> tuple[str, ...]:
+def leads_on(parent: Any, name: str) -> tuple[str, ...]:
+    """Returns what a module adds to the paths through one of its children: nothing in a wrapper."""
     wraps = name in _WRAPPED or (name == "module" and type(parent).__name__ in _WRAPPERS)
     return () if wraps else (name,)
+
+
+class _Path(NamedTuple):
+    steps: tuple[str, ...]
+    begin: Any
+    whole: bool  # whether no module that leads to itself has cut a path short
+
+
+class _Search:
+    """All living modules, and the paths to those that have been asked for."""
+
+    def __init__(self) -> None:
+        #: By the id of a module those that hold it, and what they call it.
+        self._parents: dict[int, list[tuple[Any, str]]] = {}
+        self._known: dict[int, _Path] = {}
+        for found in gc.get_objects():
+            if issubclass(type(found), nn.Module):  # isinstance would wake what stands for another
+                for name, child in list(vars(found).get("_modules", {}).items()):
+                    self._parents.setdefault(id(child), []).append((found, name))
+
+    def path(self, module: Any, below: tuple[int, ...]) -> _Path:
+        """Returns the best path to a module that passes none of those below it."""
+        if id(module) in self._known:
+            return self._known[id(module)]
+        parents = self._parents.get(id(module), [])
+        ahead = [(parent, name) for parent, name in parents if id(parent) not in below]
+        whole = len(ahead) == len(parents)
+        paths = []
+        for parent, name in ahead:
+            steps, begin, parents_whole = self.path(parent, (*below, id(module)))
+            paths.append((steps + leads_on(parent, name), begin))
+            whole = whole and parents_whole
+        alone = (), module
+        steps, begin = min(paths, key=lambda path: (-len(path[0]), path[0]), default=alone)
+        if whole:  # or it depends on where the search came from
+            self._known[id(module)] = _Path(steps, begin, whole)
+        return _Path(steps, begin, whole)
 
 
 def shown_ranks(ranks: Iterable[int]) -> str:

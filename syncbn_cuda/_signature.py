@@ -15,14 +15,17 @@ class Signature(NamedTuple):
 
     direction: str
     layer: str
+    model: str = ""  # that the layer is in, where its name is from there
+    number: str = ""  # of the layer in the model: names may have the rank in them
     channels: int | None = None
-    dtype: str | None = None
+    dtype: str | None = None  # to be shown alone: ranks may have different types
     grad: bool | None = None  # whether a backward will follow; None where that is not known
     step: int = 0
     error: str = ""  # what it ran into instead
 
     def shown(self) -> str:
         text = f"{self.direction} of {self.layer}"
+        text += f" of {self.model}" if self.model else ""
         if self.error:
             return f"{text} raised {self.error}"
         facts = [] if self.channels is None else [f"{self.channels} channels"]
@@ -35,8 +38,13 @@ def disagreement(told: Mapping[int, Signature], number: int, ranks: list[int]) -
     """Returns in what the signatures of all ranks differ; empty where they agree."""
     signatures = list(told.values())
     first = signatures[0]
-    same_layer = len({(each.direction, each.layer) for each in signatures}) == 1
-    same = same_layer and all(each[2:4] == first[2:4] for each in signatures)
+    same_layer = all(
+        (each.direction, each.model) == (first.direction, first.model) for each in signatures
+    ) and (
+        all(each.layer == first.layer for each in signatures)
+        or all(each.number == first.number != "" for each in signatures)
+    )
+    same = same_layer and all(each.channels == first.channels for each in signatures)
     grads = {each.grad for each in signatures} - {None}
     if any(each.error for each in signatures):
         hint = ""
@@ -72,7 +80,8 @@ def desertion(
         f"{CALLER}: {shown_ranks(missing)} did not come to collective {number + 1} of the group "
         f"of {shown_ranks(ranks)} within {timeout:g} s: {_by_ranks(texts)}. Who did not come may "
         "wait in another collective, have ended or raised, have fewer steps, have its layers in "
-        "evaluation, or run compiled or without debug mode, which has to be on on all ranks"
+        "evaluation, or run compiled (a peer whose compiler gave up at its recompile limit does "
+        "not) or without debug mode, which has to be on on all ranks"
     )
 
 

@@ -60,10 +60,6 @@ def has_layers_of_other_channels(net, x, odd):
     step(Net(3), batch(3)) if odd else step(net, x)
 
 
-def has_another_type(net, x, odd):
-    step(net, x.double() if odd else x)
-
-
 def evaluates_a_layer(net, x, odd):
     net.bn1.train(not odd)
     step(net, x)
@@ -72,6 +68,21 @@ def evaluates_a_layer(net, x, odd):
 def records_no_gradients(net, x, odd):
     with torch.set_grad_enabled(not odd):
         net(x)
+
+
+def swaps(modules, x, odd):
+    """Comes to modules that it has been in before in another order."""
+    for direction in 1, -1 if odd else 1:
+        for module in modules[::direction]:
+            module(x)
+
+
+def swaps_models(net, x, odd):
+    swaps([net, Net()], x, odd)
+
+
+def swaps_layers_of_no_model(net, x, odd):
+    swaps([FastSyncBatchNorm(2), FastSyncBatchNorm(2)], x, odd)
 
 
 def calls_the_function(net, x, odd):
@@ -85,43 +96,79 @@ def differentiates_twice(net, x, odd):
 
 
 FORWARD = "ranks {all} of a group disagree at its collective {n}: {them}: forward of "
-BN1 = FORWARD + "'bn1' (2 channels, float32), step 1; {odd}: "
+BACKWARD = FORWARD.replace("forward", "backward")
+BN1 = FORWARD + "'bn1' of Net (2 channels, float32), step 1; {odd}: "
 SKIPPED = ". One of them skipped a layer or has another order of layers, or has a layer in "
 DISAGREE = [
-    (2, skips_a_layer, 1, BN1 + "forward of 'bn2' (2 channels, float32), step 1" + SKIPPED),
-    (3, has_another_order, 1, BN1 + "forward of 'bn2' (2 channels, float32), step 1" + SKIPPED),
+    (2, skips_a_layer, 1, BN1 + "forward of 'bn2' of Net (2 channels, float32), step 1" + SKIPPED),
+    (
+        3,
+        has_another_order,
+        1,
+        BN1 + "forward of 'bn2' of Net (2 channels, float32), step 1" + SKIPPED,
+    ),
     (
         4,
         goes_back_in_another_order,
         3,
-        FORWARD.replace("forward", "backward")
-        + "'bn1' (2 channels, float32), step 1; {odd}: backward of 'bn2' (2 channels, float32), ",
+        BACKWARD
+        + "'bn1' of Net (2 channels, float32), step 1; {odd}: backward of 'bn2' of Net (2 ch",
     ),
     (
         2,
         has_an_input_of_other_channels,
         1,
-        BN1 + "forward of 'bn1' raised ValueError: FastSyncBatchNorm(2): expected input with 2 "
+        BN1
+        + "forward of 'bn1' of Net raised ValueError: FastSyncBatchNorm(2): expected input with 2 "
         "channels in dim 1, got [4, 3]",
     ),
-    (4, has_an_input_of_other_channels, 1, BN1 + "forward of 'bn1' raised ValueError: FastSync"),
-    (3, has_layers_of_other_channels, 1, BN1 + "forward of 'bn1' (3 channels, float32), step 1. "),
-    (2, has_another_type, 1, BN1 + "forward of 'bn1' (2 channels, float64), step 1. Their models"),
-    (3, evaluates_a_layer, 1, BN1 + "forward of 'bn2' (2 channels, float32), step 1" + SKIPPED),
+    (
+        4,
+        has_an_input_of_other_channels,
+        1,
+        BN1 + "forward of 'bn1' of Net raised ValueError: FastSync",
+    ),
+    (
+        3,
+        has_layers_of_other_channels,
+        1,
+        BN1 + "forward of 'bn1' of Net (3 channels, float32), step 1. ",
+    ),
+    (
+        3,
+        evaluates_a_layer,
+        1,
+        BN1 + "forward of 'bn2' of Net (2 channels, float32), step 1" + SKIPPED,
+    ),
     (
         4,
         records_no_gradients,
         1,
-        BN1 + "forward of 'bn1' (2 channels, float32), step 1, recording no gradients. Those that "
-        "record gradients would wait in backward",
+        BN1 + "forward of 'bn1' of Net (2 channels, float32), step 1, recording no gradients. "
+        "Those that record gradients would wait in backward",
+    ),
+    (
+        2,
+        swaps_models,
+        5,
+        FORWARD + "'bn1' of Net (2 channels, float32), step 2; {odd}: forward of 'bn1' of Net no. 2"
+        " (2 channels, float32), step 2" + SKIPPED,
+    ),
+    (
+        3,
+        swaps_layers_of_no_model,
+        3,
+        FORWARD + "FastSyncBatchNorm(2) (2 channels, float32), step 2; {odd}: forward of "
+        "FastSyncBatchNorm(2) no. 2 (2 channels, float32), step 2" + SKIPPED,
     ),
     (2, calls_the_function, 1, BN1 + "forward of sync_batch_norm (2 channels, float32), step 1"),
     (
         2,
         differentiates_twice,
         2,
-        FORWARD.replace("forward", "backward")
-        + "'bn1' (2 channels, float32), step 1; {odd}: backward with create_graph=True of 'bn1' (",
+        BACKWARD
+        + "'bn1' of Net (2 channels, float32), step 1; {odd}: backward with create_graph=True "
+        "of 'bn1' of Net (",
     ),
 ]
 
@@ -204,7 +251,9 @@ def test_where_one_rank_does_not_come_all_raise_the_same(run, world, way, odd):
     told = run(world, late_rank, way)
     text = (
         "{odd} did not come to collective {n} of the group of ranks {all} within 4 s: {them}: "
-        "forward of 'bn1' (2 channels, float32), step 2" + odd + ". Who did not come may wait in "
+        "forward of 'bn1' of Net (2 channels, float32), step 2"
+        + odd
+        + ". Who did not come may wait in "
     )
     assert told == [told[0]] * world and told[0][0] is RuntimeError
     assert told[0][1].startswith(expected(text, world, 5)), told[0][1]

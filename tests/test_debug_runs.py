@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import fake_world
-from test_debug import LONG, Net, batch, skips_a_layer, step
+from test_debug import LONG, Net, batch, step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -35,8 +34,8 @@ def keys():
 
 def exchanges(group=None):
     """How many exchanges this rank has taken part in."""
-    agreement = sys.modules["syncbn_cuda._agreement"]
-    return agreement._exchanges[group or dist.group.WORLD]._number
+    watch = sys.modules["syncbn_cuda._watch"]
+    return watch._exchanges[group or dist.group.WORLD]._number
 
 
 def train(net, steps, seed):
@@ -69,42 +68,18 @@ def long_rank(rank):
 
 def test_a_long_run_is_the_same_bits_and_leaves_no_keys(run):
     before, first, last = run(3, long_rank)[0]
-    assert before + 5 == first == last  # three signatures, their count and the verdict
+    # Three signatures, their count and the verdict; and of each rank in which world it is.
+    assert before + 5 + 3 == first == last
 
 
 def off_rank(rank):
     before = keys()
     train(Net(), 3, rank)
-    return keys() - before, "syncbn_cuda._agreement" in sys.modules
+    return keys() - before, "syncbn_cuda._watch" in sys.modules
 
 
 def test_off_it_is_not_even_imported(run):
     assert run(2, off_rank) == [(0, False)] * 2
-
-
-def in_two_threads(rank):
-    """Trains in two threads, each over a group of its own that all ranks are in."""
-    nets = [Net(group=dist.new_group()) for _ in range(2)]
-    results: dict[int, list[torch.Tensor]] = {}
-    begun = [threading.Event(), threading.Event()]
-
-    def train_in_thread(i):
-        if i != rank % 2:  # each rank begins with another of the two, which waits for its peers
-            begun[1 - i].wait()
-        begun[i].set()
-        for seed in range(20):
-            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * seed + rank))
-            step(nets[i], x)
-        results[i] = [*(p.grad for p in nets[i].parameters()), *nets[i].buffers()]
-
-    threads = [threading.Thread(target=train_in_thread, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for a, b in zip(results[0], results[1], strict=True):
-        assert torch.equal(a, b)
-    return [exchanges(net.bn1.process_group) for net in nets]
 
 
 def checkpointed_rank(rank, reentrant):
@@ -172,32 +147,6 @@ def test_what_is_compiled_is_not_exchanged(run):
     assert run(2, compiled_rank) == [0] * 2
 
 
-def again_rank(rank):
-    """What this rank is told in a second world, over another kind of store, after a first one."""
-    set_debug(True, LONG)
-    assert in_two_threads(rank) == [80, 80]
-    step(Net(), batch())
-    server = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False) if rank == 0 else None
-    port = [None if server is None else server.port]
-    dist.broadcast_object_list(port)
-    dist.barrier()
-    dist.destroy_process_group()
-    store = server or dist.TCPStore("localhost", port[0], 2, False)
-    dist.init_process_group(
-        *("gloo", None, timedelta(seconds=60)), rank=rank, world_size=2, store=store
-    )
-    assert in_two_threads(rank) == [80, 80]
-    step(Net(), batch())
-    with pytest.raises(RuntimeError) as caught:
-        skips_a_layer(Net(), batch(), rank == 1)
-    return str(caught.value)
-
-
-def test_threads_with_groups_of_their_own_and_a_second_world(run):
-    told = run(2, again_rank)
-    assert told[0] == told[1] and "at its collective 5: rank 0: forward of 'bn1'" in told[0]
-
-
 class Peers:
     """A group of another kind, without a store."""
 
@@ -211,8 +160,11 @@ class Peers:
         return None
 
 
-def test_a_group_without_a_store_is_left_alone(switched_back, monkeypatch):
+@pytest.mark.parametrize("known", [False, True])
+def test_a_group_without_a_store_is_left_alone(switched_back, monkeypatch, known):
     group = Peers()
+    if known:
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("gloo", None))
     monkeypatch.setattr("syncbn_cuda.module.resolve_group", lambda held: group)
     set_debug(True, LONG)
     assert _collective.watch is not None
@@ -229,14 +181,22 @@ class LostStore:
     def step(self, owner, direction):
         return 1
 
-    def tell(self, signature):
+    def count(self, model):
+        return ""
+
+    def forget(self):
+        pass
+
+    def tell(self, signature, timeout=None):
         raise dist.DistNetworkError("connection reset")
+
+    meet = tell
 
 
 @pytest.fixture
 def lost_store(switched_back, monkeypatch):
     set_debug(True, LONG)
-    monkeypatch.setattr("syncbn_cuda._agreement._exchange_of", lambda group: LostStore())
+    monkeypatch.setattr("syncbn_cuda._watch._exchange_of", lambda group: LostStore())
     with fake_world(2):
         yield
 
@@ -268,14 +228,31 @@ def test_alone_there_is_nobody_to_tell(switched_back):
     assert layer.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False), (None, False)])
-def test_the_environment_switches_it_on(switched_back, monkeypatch, value, on):
-    if value is None:
-        monkeypatch.delenv("SYNCBN_DEBUG", raising=False)
-    else:
-        monkeypatch.setenv("SYNCBN_DEBUG", value)
+OFF = ["0", "", "false", "False", "off", "no", None]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds", "timeout"),
+    [(value, "7", False) for value in OFF]
+    + [("1", "", None), ("1", "7.5", 7.5), ("on", None, None)],
+)
+def test_the_environment_switches_it_on(switched_back, monkeypatch, value, seconds, timeout):
+    for name, text in ("SYNCBN_DEBUG", value), ("SYNCBN_DEBUG_TIMEOUT", seconds):
+        if text is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, text)
     importlib.reload(debug)
-    assert (_collective.watch is not None) is on
+    watch = _collective.watch
+    assert (False if watch is None else watch._timeout) == timeout
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan"])
+def test_the_timeout_of_the_environment_is_positive(switched_back, monkeypatch, seconds):
+    monkeypatch.setenv("SYNCBN_DEBUG", "1")
+    monkeypatch.setenv("SYNCBN_DEBUG_TIMEOUT", seconds)
+    with pytest.raises(ValueError, match=f"SYNCBN_DEBUG_TIMEOUT: expected .*, got '{seconds}'"):
+        importlib.reload(debug)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), timedelta(0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -14,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_cuda import FastSyncBatchNorm, _collective
-from syncbn_cuda._names import qualified_name, qualified_names, shown_ranks
+from syncbn_cuda._names import outermost, qualified_name, shown_ranks
+from syncbn_cuda._place import running_place, searched_place
 from syncbn_cuda.functional import sync_batch_norm
 
 
@@ -47,9 +49,7 @@ def test_a_layer_has_the_longest_path_that_leads_to_it():
     assert qualified_name(layer) == "blocks.1.bn"
     alone = FastSyncBatchNorm(2)
     assert qualified_name(alone) == ""
-    names = qualified_names(FastSyncBatchNorm)
-    assert [names[block.bn] for block in net.blocks] == ["blocks.0.bn", "blocks.1.bn"]
-    assert alone not in names and net.stem not in names
+    assert outermost(alone) is alone and outermost(layer) is net
 
 
 def test_of_paths_as_long_it_is_the_first_in_the_alphabet():
@@ -65,19 +65,79 @@ def test_a_module_that_leads_to_itself_ends_the_search():
     assert qualified_name(net.blocks[0].bn) == "blocks.0.bn"
 
 
+def test_shared_containers_take_no_longer_than_others():
+    layer = model = FastSyncBatchNorm(2)
+    for _ in range(40):  # 2 ** 40 paths
+        model = nn.ModuleDict({"a": model, "b": nn.Sequential(model)})
+    assert qualified_name(layer) == ".".join(["b", "0"] * 40)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_looks_like_a_module_and_wrappers_do_not_count():
     class Proxy:
         @property
         def __class__(self):
             raise AssertionError("woken")
 
-    proxies = [Proxy(), nn.Module.__new__(nn.Module)]
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    proxies = [Proxy(), nn.Module.__new__(nn.Module), scripted]
     net = Net()
     compiled = torch.compile(nn.DataParallel(net), backend="eager")
     assert qualified_name(net.blocks[0].bn) == "blocks.0.bn"
-    assert compiled is not None and len(proxies) == 2
+    assert compiled is not None and len(proxies) == 3
     named = nn.ModuleDict({"module": net})
     assert qualified_name(named["module"].blocks[0].bn) == "module.blocks.0.bn"
+
+
+class Asked(FastSyncBatchNorm):
+    """Keeps where it was in the model that ran."""
+
+    def forward(self, x):
+        place = running_place(self)
+        self.place = None if place is None else (type(place.model), place.name, place.number)
+        return x
+
+
+def asking():
+    net = Net()
+    for block in net.blocks:
+        block.bn = Asked(2)
+    return net, net.blocks[1].bn
+
+
+class Holder(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held = [held]  # leads to it in no other way
+        self.early = Asked(2)
+        self.late = held
+
+    def forward(self, x):
+        return self.held[0](x)
+
+    def other_method(self, x):
+        return self(x)
+
+
+def test_a_layer_is_where_the_model_that_runs_has_it():
+    net, layer = asking()
+    kept = nn.ModuleDict({"copy": copy.deepcopy(net), "net": net, "part": net.blocks})
+    x, of_net = torch.randn(4, 2), (Net, "blocks.1.bn", "2 of 2")
+    for call in (net, net.forward, nn.DataParallel(net), torch.compile(net, backend="eager")):
+        torch.compiler.set_stance("force_eager")(call)(x)
+        assert layer.place == of_net
+    for method in ("__call__", "forward", "other_method"):
+        getattr(Holder(net), method)(x)
+        assert layer.place == (Holder, "late.blocks.1.bn", "3 of 3")
+    layer(x)
+    assert layer.place is None
+    Holder(nn.Module()).held.append(layer)
+    assert searched_place(layer)[1:] == ("net.blocks.1.bn", "4 of 4") and kept
+
+
+def test_without_a_model_a_layer_is_its_own():
+    layer = FastSyncBatchNorm(2)
+    assert searched_place(layer) == (layer, "", "1 of 1")
 
 
 @pytest.mark.parametrize(
