@@ -8,8 +8,8 @@
 // roundings would, all to the same side, where the values lie on a grid as those far from 0 do.)
 //
 // A lane of stats subtracts a pivot of its own from its values, the median of three of them: near
-// the data, so that a large mean cancels nothing, and blind to a lone outlier, which would otherwise
-// cost the whole lane its digits.
+// the data, so that a large mean cancels nothing, and blind to a lone outlier, which would
+// otherwise cost the whole lane its digits.
 #pragma once
 
 #include "tile.h"
@@ -35,7 +35,8 @@ __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, i
   const Pack<scalar_t> a = around(0), b = around(third), c = around(2 * third);
   const Pack<scalar_t> middle = median(a, b, c);
   const Pack<scalar_t> largest = greater(magnitude(a), greater(magnitude(b), magnitude(c)));
-  const Pack<scalar_t> grid = signed_as(middle, largest * splat_pack<scalar_t>(4));  // so -x is rounded as x
+  const Pack<scalar_t> grid =
+      signed_as(middle, largest * splat_pack<scalar_t>(4));  // so -x is rounded as x
   pivot = finite_or(finite_or({}, middle), (middle + grid) - grid);
 }
 

@@ -10,7 +10,7 @@
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
 constexpr int64_t kReduceRows = 256;
-constexpr int64_t kBlockRows = 8;  // between two additions to the totals
+constexpr int64_t kBlockRows = 8;   // between two additions to the totals
 constexpr int64_t kShortRow = 256;  // several of them side by side elude the hardware's prefetch
 
 // How often each lane of a row has added a value: `rows` times, and where its weight is not 0 once

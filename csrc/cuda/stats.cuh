@@ -3,8 +3,8 @@
 //
 // Layouts: [N, C, S] and [M, C]; plan.h shows which thread visits which packs. Each thread
 //   1. sums x - p and (x - p)^2 in float32 (float64 for float64 input) over at most some hundred
-//      values, the pivot p being (nearly) the median of three of these values themselves, so that
-//      neither a large mean nor a lone outlier cancels digits;
+//      values, the pivot p being the median of three of these values themselves, so that neither a
+//      large mean nor a lone outlier cancels digits;
 //   2. moves these sums in float64 to the column's origin P, the median of its first, middle and
 //      last value (Origin has an exception).
 // All threads of a column share P, so their sums only need adding (reduce.cuh). The last block of
@@ -28,22 +28,6 @@ template <typename acc_t>
 __device__ __forceinline__ acc_t median(acc_t a, acc_t b, acc_t c) {
   const acc_t low = a < b ? a : b, high = a < b ? b : a;
   return c < low ? low : c < high ? c : high;
-}
-
-// The median of three of a thread's values, without bits below the last ones of the largest of the
-// three: all differences from it would share these, and rounding would drop them to the same side
-// each time. So it is a number of the values' type.
-template <typename acc_t>
-__device__ __forceinline__ acc_t coarse_median(acc_t a, acc_t b, acc_t c) {
-  const acc_t middle = median(a, b, c);
-  acc_t largest = 0;
-  for (const acc_t value : {a, b, c}) {
-    const acc_t magnitude = value < 0 ? -value : value;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  const acc_t grid = middle < 0 ? -largest : largest;  // of its sign, so that -x is rounded as x
-  const acc_t coarse = (middle + grid) - grid;
-  return coarse - coarse == 0 ? coarse : finite(middle);
 }
 
 // The origin P of kAcc columns side by side. It is loaded before the values and computed after, so
@@ -70,8 +54,8 @@ struct Origin {
   __device__ __forceinline__ acc_t operator()(int a) const {
     const acc_t value = first.values[a];
     if constexpr (kMedian) {
-      return finite(median(value, static_cast<acc_t>(middle.values[a]),
-                           static_cast<acc_t>(last.values[a])));
+      return finite(
+          median(value, static_cast<acc_t>(middle.values[a]), static_cast<acc_t>(last.values[a])));
     }
     return finite(value);
   }
@@ -95,7 +79,7 @@ __device__ __forceinline__ void add_up(const scalar_t* __restrict__ input, const
     // Where the thread has fewer packs, or those are shared with neighbours.
     const acc_t other = kChannelsLast ? static_cast<acc_t>(x[0].values[a]) : origin(a);
     const auto sample = [&](int i) { return x[i].sample(batch.at[i], a, other); };
-    pivot[a] = coarse_median(sample(0), sample(1), sample(2));
+    pivot[a] = finite(median(sample(0), sample(1), sample(2)));
   }
   while (true) {
     acc_t sum[kAcc] = {}, sumsq[kAcc] = {};

@@ -126,12 +126,6 @@ STATS = [
     ),
     Mutant(
         "cuda/stats.cuh",
-        "coarse - coarse == 0 ? coarse : finite(middle)",
-        "finite(middle)",
-        "pivots with bits below those of the values",
-    ),
-    Mutant(
-        "cuda/stats.cuh",
         "return value - value == 0 ? value : acc_t{0};",
         "return value;",
         "an infinite pivot",
