@@ -73,7 +73,7 @@ def steps_rank(rank, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_it_does_what_ours_does(run, dtype):
-    # The plain layer's sums of squares, in float64 as they are, lose some 2^-52 mean^2 of a variance.
+    # The plain layer's sums of squares, plain float64, lose some 2^-52 mean^2 of a variance.
     ulps = 4096 if dtype == torch.float64 else 32
     for plain, ours in run(3, steps_rank, dtype):
         for a, b in zip(plain, ours, strict=True):

@@ -19,8 +19,8 @@ namespace syncbn::cpu::SYNCBN_CAPABILITY {
 // The pivots of the lanes of a pack, from three rows. Apart, as it runs once in many rows.
 //
 // A pivot with lower bits than the values would leave these bits in all differences, and rounding
-// would drop them to the same side each time. So it is one of the values, and has no bits below the
-// last ones of the largest of the three.
+// would drop them to the same side each time. So it is one of the values, without bits below the
+// last ones of four times the largest of the three, which few values exceed.
 template <typename scalar_t>
 __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, int64_t row_stride,
                                           Pack<scalar_t>& pivot) {
