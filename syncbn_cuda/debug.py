@@ -52,8 +52,8 @@ def set_debug(enabled: bool, timeout: timedelta | float | None = None) -> None:
         as a disagreement, as the others would wait for it in backward. A layer in evaluation makes
         no collective: it is found out by the next layer that synchronises, or at the timeout.
 
-        The peers of a rank that raises ValueError in a forward raise too, even if that rank
-        catches its own.
+        The peers of a rank that raises an error of its own in a layer's forward (ValueError,
+        TypeError, RuntimeError) raise one that quotes it, even if that rank catches its own.
 
         What is compiled, traced or captured in a CUDA graph is not checked, so compile on all ranks
         or on none. Where one rank alone comes to the compiler's recompile limit it goes on without

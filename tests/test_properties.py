@@ -43,7 +43,8 @@ def assert_agree(train, case, other, added=None, rows=None):
 
 
 def same_bits(a, b):
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    dense = (t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (a, b))
+    return torch.equal(*(t.view(torch.uint8) for t in dense))
 
 
 def assert_scaled(train, case, other, factors):
