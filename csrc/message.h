@@ -13,7 +13,6 @@
 // Dekker 1971 and Knuth, TAOCP 2, section 4.2.2, for sums and products with their rounding errors.
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 

@@ -84,6 +84,20 @@ def test_whoever_writes_a_message_any_may_read_it(kernels, dtype):
     assert_kept(kernels, sum(by.batch_norm_stats(piece) for piece, by in written), pieces)
 
 
+@pytest.mark.parametrize("sample", [0, -1])
+@pytest.mark.parametrize("size", [20, 30, 47, 100, 144, 169, 196, 225, 250])
+def test_a_lone_outlier_anywhere_in_a_plane_costs_no_digit(kernels, size, sample):
+    """Each channel has one at another place: whether a lane has few rows of a plane or many."""
+    x = torch.full((40, size, size), 3.3)
+    x[sample].diagonal().add_(142.86)
+    for got, right in zip(
+        statistics(kernels, kernels.batch_norm_stats(x)),
+        expected([x.movedim(1, -1).flatten(0, 1)]),
+        strict=True,
+    ):
+        assert np.abs(got / right - 1).max() <= torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("counts", [[13, 195], [7, 1, 100], [2]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_constant_has_no_variance(kernels, dtype, counts):

@@ -16,7 +16,7 @@
 
 namespace syncbn::cpu::SYNCBN_CAPABILITY {
 
-// The pivots of the lanes of a pack, from three rows. Apart, as it runs once in many rows.
+// The pivots of the lanes of a pack, from three rows or nine. Apart, as it runs once in many rows.
 //
 // A pivot with lower bits than the values would leave these bits in all differences, and rounding
 // would drop them to the same side each time. So it is one of the values, without bits below the
@@ -24,15 +24,14 @@ namespace syncbn::cpu::SYNCBN_CAPABILITY {
 template <typename scalar_t>
 __attribute__((noinline)) void find_pivot(const scalar_t* input, int64_t rows, int64_t row_stride,
                                           Pack<scalar_t>& pivot) {
-  // The median of three of the rows from a place on, as far as there are any.
-  const auto around = [&](int64_t first) __attribute__((always_inline)) {
-    const auto row = [&](int64_t r) __attribute__((always_inline)) {
-      return load(input + (r < rows ? r : rows - 1) * row_stride);
-    };
-    return median(row(first), row(first + 1), row(first + 2));
-  };
-  const int64_t third = rows < 9 ? 1 : rows / 3;
-  const Pack<scalar_t> a = around(0), b = around(third), c = around(2 * third);
+  const auto row = [&](int64_t r)
+                       __attribute__((always_inline)) { return load(input + r * row_stride); };
+  Pack<scalar_t> a = row(0), b = row(rows / 2), c = row(rows - 1);
+  if (rows >= 9) {  // each the median of three rows: nearer to the middle of all
+    a = median(a, row(1), row(2));
+    b = median(b, row(rows / 2 - 1), row(rows / 2 + 1));
+    c = median(c, row(rows - 2), row(rows - 3));
+  }
   const Pack<scalar_t> middle = median(a, b, c);
   const Pack<scalar_t> largest = greater(magnitude(a), greater(magnitude(b), magnitude(c)));
   const Pack<scalar_t> grid =
