@@ -137,6 +137,40 @@ def test_ctrl_c_of_a_process_that_prepares_batches_is_not_that_of_its_rank() -> 
         os.close(writing)
 
 
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_signal_in_the_midst_of_a_finaliser_is_not_lost(number, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, signal, sys, time, weakref
+sys.path.append({str(ROOT / "examples")!r})
+from segmentation import launch
+
+class Freed: pass
+
+def ends(world):
+    def send(_):
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(0.01)
+    freed = Freed()
+    reference = weakref.ref(freed, send)
+    del freed
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 60: time.sleep(0.001)
+    finally:
+        # Beyond that, the rank would have been ended from outside Python.
+        print("soon" if time.monotonic() - began < launch.GRACE else "late", file=sys.stderr)
+
+launch.run(ends, 60)
+"""
+    )
+    process = begin(script)
+    told = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == 130, told
+    assert re.fullmatch("soon\n\nInterrupted. No epoch was completed; .*\n", told), told
+
+
 @pytest.mark.parametrize("rank", (0, 1))
 def test_an_error_in_one_rank_is_shown_once_and_ends_the_others(rank, tmp_path) -> None:
     began = time.monotonic()

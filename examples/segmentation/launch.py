@@ -25,6 +25,9 @@ import torch.distributed as dist
 #: other error.
 INTERRUPTED, REFUSED, FAILED = 128 + signal.SIGINT, 2, 1
 
+#: What ends a run: Ctrl-C, the end of a time limit, and either of them once more (_again).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
 #: Seconds that Ctrl-C leaves a rank that waits in a collective, where Python does not get to run.
 GRACE = 3.0
 
@@ -95,7 +98,7 @@ def run(function: Callable[[World], None], timeout: float) -> None:
             world = _join(timeout)
             function(world)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # one that is pending comes here at last
     except BaseException as error:
         _leave(world, error)
@@ -111,14 +114,13 @@ def uninterrupted() -> Iterator[None]:
     that prepare batches end with the rank, and need not all say that they were interrupted.
     """
     held: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: held.append(number)) for number in numbers]
+    before = [signal.signal(number, lambda number, _: held.append(number)) for number in SIGNALS]
     told = signal.set_wakeup_fd(-1)  # which they would write to on behalf of this process
     try:
         yield
     finally:
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
     if held:
         raise Terminated if signal.SIGTERM in held else KeyboardInterrupt
@@ -170,12 +172,26 @@ def _catch_interrupt(say: Callable[[], None]) -> None:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = _again
     # Processes that prepare batches are ended by it, without a word.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _terminate(*_: object) -> NoReturn:
     raise Terminated
+
+
+def _again(ignored: sys.UnraisableHookArgs) -> None:
+    """Raises an interruption a little later, where a signal came while Python ran a finaliser.
+
+    What is raised in there (the callback of a weak reference, __del__) Python can only ignore.
+    """
+    if not isinstance(ignored.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(ignored)
+        return
+    handler = _terminate if ignored.exc_type is Terminated else signal.default_int_handler
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
 
 
 def _leave(world: World | None, error: BaseException) -> NoReturn:
