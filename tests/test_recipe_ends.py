@@ -89,7 +89,8 @@ def test_an_interruption_ends_all_ranks_and_leaves_a_whole_checkpoint(
     assert time.monotonic() - interrupted < 60  # 1 or 2 on an idle machine; the timeout is 600
     # torchrun itself shows where the signal found it, and ends with 1.
     assert [process.returncode for process in processes] == [status] * len(processes)
-    assert sum(text.count("give the same arguments and --resume auto") for text in told) == 1
+    everything = "".join(told)
+    assert everything.count("give the same arguments and --resume auto") == 1, everything
     for text in told:
         assert not re.search("KeyboardInterrupt|segmentation/", text), text[-4000:]
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] >= 1

@@ -100,6 +100,8 @@ def run(function: Callable[[World], None], timeout: float) -> None:
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # one that is pending comes here at last
+            # torch would raise that a process which prepares batches was ended by the same signal.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     except BaseException as error:
         _leave(world, error)
     gc.collect()  # DistributedDataParallel, in cycles, keeps Gloo's threads beyond Python's end
