@@ -103,10 +103,10 @@ def test_elemt_running(emulator, layout, dtype, momentum):
 @pytest.mark.parametrize("channel", [0, 1, -1])
 @pytest.mark.parametrize("layout", [Layout(2, 1100, 3), Layout(6, 1100, 1, True)], ids=str)
 def test_what_buffers_cannot_hold_moves_none(emulator, layout, channel, momentum):
-    for value in (0.0, np.inf, -np.inf, np.nan):
+    for value in (0.0, np.inf, -np.inf, np.nan, 4e38, -4e38):
         run = Run(emulator, layout, torch.float32)
-        run.message[: layout.C][channel] += value
-        running = [Guarded(v.abs(), 1) for v in (run.bias, run.weight)]
+        run.message[: layout.C][channel] += value * run.message[-1]
+        running = [Guarded(v.float().abs(), 1) for v in (run.bias, run.weight)]
         before = [r.read() for r in running]
         counter = np.array([3])
         run.elemt(
