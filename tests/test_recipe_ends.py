@@ -138,33 +138,53 @@ def test_ctrl_c_of_a_process_that_prepares_batches_is_not_that_of_its_rank() -> 
         os.close(writing)
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
-def test_a_signal_in_the_midst_of_a_finaliser_is_not_lost(number, tmp_path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"""
-import os, signal, sys, time, weakref
-sys.path.append({str(ROOT / "examples")!r})
-from segmentation import launch
-
-class Freed: pass
+IN_A_FINALISER = """
+class Freed:
+    pass
 
 def ends(world):
     def send(_):
-        os.kill(os.getpid(), {int(number)})
+        os.kill(os.getpid(), NUMBER)
         time.sleep(0.01)
     freed = Freed()
     reference = weakref.ref(freed, send)
     del freed
     began = time.monotonic()
     try:
-        while time.monotonic() - began < 60: time.sleep(0.001)
+        while time.monotonic() - began < 60:
+            time.sleep(0.001)
     finally:
         # Beyond that, the rank would have been ended from outside Python.
         print("soon" if time.monotonic() - began < launch.GRACE else "late", file=sys.stderr)
-
-launch.run(ends, 60)
 """
+WITH_A_WORKER = """
+def ends(world):
+    batches = iter(DataLoader(range(8), num_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    say = launch._say_interrupted
+    def end_the_worker_too(world):
+        # By another process, as torchrun does: of its own rank it takes the signal as meant well.
+        subprocess.run(["kill", str(worker.pid)], check=True)
+        time.sleep(0.5)
+        print("soon", file=sys.stderr)
+        say(world)
+    launch._say_interrupted = end_the_worker_too
+    os.kill(os.getpid(), NUMBER)
+"""
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+@pytest.mark.parametrize("ends", (IN_A_FINALISER, WITH_A_WORKER), ids=("finaliser", "worker"))
+def test_a_signal_at_a_bad_moment_ends_a_run_as_at_any_other(ends, number, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os, subprocess, sys, time, weakref\n"
+        "from torch.utils.data import DataLoader\n"
+        f"sys.path.append({str(ROOT / 'examples')!r})\n"
+        "from segmentation import launch\n"
+        f"NUMBER = {int(number)}\n{ends}\n"
+        "launch.run(ends, 60)\n"
     )
     process = begin(script)
     told = process.communicate(timeout=LIMIT_S)[1]
